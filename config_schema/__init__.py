@@ -1,0 +1,14 @@
+"""Pydantic models of the config keys, and the JSON Schema generated from them."""
+
+from .keys import CHECKPOINTING_KEYS, PREFIX, TRAINER_KEYS, CheckpointingConfig, TrainerKeys
+from .spelling import describe, is_unset
+
+__all__ = [
+    "CHECKPOINTING_KEYS",
+    "PREFIX",
+    "TRAINER_KEYS",
+    "CheckpointingConfig",
+    "TrainerKeys",
+    "describe",
+    "is_unset",
+]

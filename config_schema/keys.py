@@ -1,0 +1,221 @@
+"""The ``gradient_checkpointing*`` keys of a trainer's config, and the keys that bear on them.
+
+One Pydantic model for the nine keys, one for the trainer's own keys that force per-block or
+name the model family. Field aliases are the keys as they stand in the file. Import neither
+torch nor any other library that does: ``validate`` answers before a model exists.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from .spelling import is_unset, one_of, real_number, some_of, switch, whole_number
+
+PREFIX = "gradient_checkpointing"
+BACKENDS = ("torch", "torch-ffn", "unsloth", "unsloth-ffn")
+KEEP = ("attention", "ffn")
+
+_UNSET_SCHEMA: list[dict[str, Any]] = [
+    {"type": "null"},
+    {"type": "string", "pattern": r"^\s*([Nn]one|[Nn]ull)?\s*$"},
+]
+
+
+def _integer(minimum: int, what: str, description: str, examples: list[int]) -> Any:
+    schema = {
+        "anyOf": [
+            {"type": "integer", "minimum": minimum},
+            {"type": "string", "pattern": r"^\s*\+?[0-9]+(\.0*)?\s*$"},
+            *_UNSET_SCHEMA,
+        ],
+        "description": description,
+        "examples": examples,
+    }
+    return BeforeValidator(whole_number(minimum, what)), WithJsonSchema(schema)
+
+
+def _boolean(description: str, hint: str = "") -> Any:
+    words = "|".join(("true", "false", "yes", "no", "on", "off", "none", "0", "1", "null"))
+    schema = {
+        "anyOf": [
+            {"type": "boolean"},
+            {"enum": [0, 1]},
+            {"type": "string", "pattern": rf"^\s*(?i:{words})?\s*$".replace("?i:", "")},
+            {"type": "null"},
+        ],
+        "description": description,
+        "examples": [True, False],
+    }
+    return BeforeValidator(switch(hint)), WithJsonSchema(schema)
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, populate_by_name=True, validate_default=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unset(cls, values: Any) -> Any:
+        """An unset key has its default, so it need not be there at all."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if not _means_unset(key, value)}
+
+
+def _means_unset(key: str, value: Any) -> bool:
+    # "none" is a word for off where a switch is meant.
+    if key in SWITCHES and isinstance(value, str) and value.strip().lower() == "none":
+        return False
+    return is_unset(value)
+
+
+class CheckpointingConfig(_Keys):
+    """What the ``gradient_checkpointing*`` keys of a config file ask for."""
+
+    enabled: Annotated[
+        bool,
+        *_boolean(
+            "Recompute activations in backward instead of keeping them. The master switch.",
+            hint=" (an implementation is chosen with gradient_checkpointing_backend)",
+        ),
+    ] = Field(True, alias="gradient_checkpointing", title="Gradient checkpointing")
+    backend: Annotated[
+        Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"],
+        BeforeValidator(one_of(BACKENDS)),
+        WithJsonSchema(
+            {
+                "anyOf": [{"enum": list(BACKENDS)}, *_UNSET_SCHEMA],
+                "description": "How covered blocks are recomputed. `torch`: whole blocks; "
+                "`unsloth`: the same, with the segment's inputs waiting in CPU memory; `-ffn`: "
+                "only the feed-forward of covered blocks.",
+                "examples": list(BACKENDS),
+            }
+        ),
+    ] = Field("torch", alias="gradient_checkpointing_backend", title="Backend")
+    interval: Annotated[
+        int,
+        *_integer(
+            1,
+            "blocks per segment",
+            "Blocks per segment: this many consecutive blocks share one checkpoint call.",
+            [1, 2, 4],
+        ),
+    ] = Field(1, alias="gradient_checkpointing_interval", title="Segment interval")
+    stride: Annotated[
+        int | None,
+        *_integer(
+            1,
+            "blocks from the start of one segment to the start of the next",
+            "Distance between the starts of two segments, at least the interval. Blocks in "
+            "between are kept, not recomputed: only that saves time. Default: the interval.",
+            [4],
+        ),
+    ] = Field(None, alias="gradient_checkpointing_segment_stride", title="Segment stride")
+    offload_attention: Annotated[
+        bool,
+        *_boolean("Move what attention saves for backward to CPU memory, in blocks that are kept."),
+    ] = Field(False, alias="gradient_checkpointing_offload_attention", title="Offload attention")
+    pin_memory_max_buckets: Annotated[
+        int,
+        *_integer(
+            0,
+            "shapes of pinned buffers; 0 never pins",
+            "How many shapes of pinned CPU buffers the offload may hold; 0 never pins.",
+            [0, 12],
+        ),
+    ] = Field(
+        12,
+        alias="gradient_checkpointing_offload_pin_memory_max_buckets",
+        title="Pinned buckets",
+    )
+    prefetch: Annotated[
+        bool, *_boolean("Bring offloaded tensors back early. Needs the attention offload.")
+    ] = Field(False, alias="gradient_checkpointing_offload_prefetch", title="Offload prefetch")
+    keep: Annotated[
+        tuple[Literal["attention", "ffn"], ...],
+        BeforeValidator(some_of(KEEP)),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "array", "items": {"enum": list(KEEP)}, "uniqueItems": True},
+                    {"enum": list(KEEP)},
+                    *_UNSET_SCHEMA,
+                ],
+                "description": "In covered blocks keep the outputs of these operators and "
+                "recompute the rest.",
+                "examples": [["attention"], ["attention", "ffn"]],
+            }
+        ),
+    ] = Field((), alias="gradient_checkpointing_keep", title="Kept operators")
+    keep_last: Annotated[
+        int,
+        *_integer(
+            0,
+            "blocks at the end of the model that run normally",
+            "The last blocks of the model, across its stacks, that run normally whatever the "
+            "schedule says. The last one costs no memory at the peak.",
+            [0, 1],
+        ),
+    ] = Field(0, alias="gradient_checkpointing_keep_last", title="Keep the last blocks")
+
+    @model_validator(mode="after")
+    def _stride_covers_interval(self) -> "CheckpointingConfig":
+        # With checkpointing off the pair has no effect and must not stop a run.
+        if self.enabled and self.stride is not None and self.stride < self.interval:
+            raise PydanticCustomError(
+                "stride-below-interval",
+                "is {stride} but gradient_checkpointing_interval is {interval}, so segments "
+                "would overlap; write {interval} or more, or leave it out",
+                {"stride": self.stride, "interval": self.interval},
+            )
+        if self.enabled and self.prefetch and not self.offload_attention:
+            raise PydanticCustomError(
+                "prefetch-without-offload",
+                "is true but gradient_checkpointing_offload_attention is not; set that to true "
+                "or leave prefetch out",
+            )
+        return self
+
+
+class TrainerKeys(_Keys):
+    """The trainer's own keys that name the model or force per-block."""
+
+    model_family: Annotated[str | None, BeforeValidator(_lower := lambda v: _word(v))] = None
+    model_flavour: Annotated[str | None, BeforeValidator(_lower)] = None
+    musubi_blocks_to_swap: Annotated[int, BeforeValidator(whole_number(0, "blocks to swap"))] = 0
+    crepa_enabled: Annotated[bool, BeforeValidator(switch())] = False
+    layersync_enabled: Annotated[bool, BeforeValidator(switch())] = False
+    layersync_lambda: Annotated[float, BeforeValidator(real_number)] = 0.2
+    internal_guidance_enabled: Annotated[bool, BeforeValidator(switch())] = False
+    nextlat_enabled: Annotated[bool, BeforeValidator(switch())] = False
+    distillation_method: Annotated[str | None, BeforeValidator(_lower)] = None
+    tread_config: Any = None
+    diffusion_blocks_config: Any = None
+    controlnet: Annotated[bool, BeforeValidator(switch())] = False
+    max_grounding_entities: Annotated[
+        int, BeforeValidator(whole_number(0, "grounded entities"))
+    ] = 0
+    fsdp_enable: Annotated[bool, BeforeValidator(switch())] = False
+    fsdp_activation_checkpointing: Annotated[bool, BeforeValidator(switch())] = False
+
+
+def _word(value: Any) -> Any:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+def _aliases(model: type[BaseModel]) -> tuple[str, ...]:
+    return tuple(field.alias or name for name, field in model.model_fields.items())
+
+
+CHECKPOINTING_KEYS = _aliases(CheckpointingConfig)
+TRAINER_KEYS = _aliases(TrainerKeys)
+SWITCHES = frozenset(
+    {
+        "gradient_checkpointing",
+        "gradient_checkpointing_offload_attention",
+        "gradient_checkpointing_offload_prefetch",
+        *(name for name, field in TrainerKeys.model_fields.items() if field.annotation is bool),
+    }
+)

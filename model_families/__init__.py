@@ -1,0 +1,1 @@
+"""One TOML file per model family: facts, no code."""

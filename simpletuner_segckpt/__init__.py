@@ -1,0 +1,55 @@
+"""Memory control for training diffusion transformers, from ``gradient_checkpointing*`` keys.
+
+>>> installation = simpletuner_segckpt.apply(model, "config.json")   # doctest: +SKIP
+
+Importing the package imports no torch; ``apply`` does when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config_schema import CheckpointingConfig
+    from .errors import ConfigError, FamilyError, SegckptError, UnknownFamily, UnsupportedModel
+    from .family import Family
+    from .install import Installation, apply, remove
+    from .registry import FamilyRegistry
+    from .segments import SegmentBroken
+
+_HOMES = {
+    "CheckpointingConfig": "config_schema",
+    "ConfigError": "errors",
+    "Family": "family",
+    "FamilyError": "errors",
+    "FamilyRegistry": "registry",
+    "Installation": "install",
+    "SegckptError": "errors",
+    "SegmentBroken": "segments",
+    "UnknownFamily": "errors",
+    "UnsupportedModel": "errors",
+    "apply": "install",
+    "remove": "install",
+}
+
+__all__ = [
+    "CheckpointingConfig",
+    "ConfigError",
+    "Family",
+    "FamilyError",
+    "FamilyRegistry",
+    "Installation",
+    "SegckptError",
+    "SegmentBroken",
+    "UnknownFamily",
+    "UnsupportedModel",
+    "apply",
+    "remove",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value

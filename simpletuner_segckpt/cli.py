@@ -1,0 +1,22 @@
+"""The ``segckpt`` command: one subcommand per module with a ``main``."""
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "validate": "check config files and show the schedule of every stack",
+}
+
+
+def main() -> int:
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        return import_module(f".{name}", __package__).main(arguments)
+    usage = "usage: segckpt COMMAND ...\n\ncommands:\n" + "\n".join(
+        f"  {command:<10} {text}" for command, text in COMMANDS.items()
+    )
+    if name in ("-h", "--help"):
+        print(usage)
+        return 0
+    print(f"segckpt: there is no command {name!r}\n{usage}", file=sys.stderr)
+    return 2

@@ -1,0 +1,213 @@
+"""A trainer's config file, read with the place of every top-level key.
+
+The stdlib decodes JSON and tomlkit TOML; what is added is where each key stands, and that a
+key given twice is seen instead of lost.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .findings import Finding
+
+Place = tuple[int, int]  # line and column, from 1
+
+
+@dataclass
+class ConfigFile:
+    """The top-level keys of a file as they stand there, with values and places.
+
+    ``findings`` says what is wrong with the file itself; ``values`` is then what could be read.
+    """
+
+    name: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def finding(self, rule: str, message: str, key: str = "", **more: Any) -> Finding:
+        """A finding about this file, at the place of ``key`` if it is there."""
+        line, column = self.places.get(key, (0, 0))
+        where = {"line": line, "column": column} | more
+        return Finding(rule, message, key=key, file=self.name, **where)
+
+
+def read_config_file(path: str | Path) -> ConfigFile:
+    """Read a JSON or TOML file, or standard input for ``-``. Never raises for what is in it."""
+    name = "<stdin>" if str(path) == "-" else str(path)
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return ConfigFile(name, findings=[Finding("unreadable", reason, file=name)])
+    return parse_config(data, name)
+
+
+def parse_config(data: bytes, name: str) -> ConfigFile:
+    """Parse the bytes of a config file; ``name`` decides between JSON and TOML.
+
+    Standard input has no ending: it is TOML unless it starts like JSON.
+    """
+    file = ConfigFile(name)
+    if data.startswith(b"\xef\xbb\xbf"):
+        file.findings.append(
+            Finding(
+                "encoding",
+                "starts with a byte order mark, which trainers do not read; save it as UTF-8 "
+                "without one",
+                file=name,
+                line=1,
+                column=1,
+            )
+        )
+        data = data[3:]
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"byte {error.start} is not UTF-8; save the file as UTF-8"
+        file.findings.append(Finding("encoding", message, file=name, line=line, column=1))
+        return file
+    if not text.strip():
+        file.findings.append(
+            Finding("empty-file", "is empty; write at least {} into it", file=name, line=1, column=1)
+        )
+        return file
+    toml = name.lower().endswith(".toml") or (
+        name == "<stdin>" and text.lstrip()[0] not in '{["-0123456789'
+    )
+    (_read_toml if toml else _read_json)(text, file)
+    return file
+
+
+def _read_json(text: str, file: ConfigFile) -> None:
+    decoder = json.JSONDecoder(parse_int=_integer)
+    try:
+        if text.lstrip()[0] != "{":
+            kind = type(decoder.decode(text)).__name__
+            message = f"holds a {kind}, not an object; write the keys between {{ and }}"
+            file.findings.append(Finding("not-an-object", message, file=file.name, line=1, column=1))
+            return
+        for key, value, offset in _json_members(text, decoder):
+            place = _place(text, offset)
+            if key in file.values:
+                file.findings.append(_duplicate(file, key, place))
+            file.values[key] = value
+            file.places[key] = place
+    except json.JSONDecodeError as error:
+        hint = ""
+        if text[error.pos : error.pos + 1] in ("/", "#"):
+            hint = "; JSON has no comments"
+        elif text[error.pos : error.pos + 1] == "'":
+            hint = "; JSON strings stand between double quotes"
+        file.findings.append(
+            Finding(
+                "syntax",
+                f"is not valid JSON: {error.msg}{hint}",
+                file=file.name,
+                line=error.lineno,
+                column=error.colno,
+            )
+        )
+    except RecursionError:
+        file.findings.append(Finding("syntax", "is nested too deeply to be read", file=file.name))
+
+
+def _json_members(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[str, Any, int]]:
+    """Each member of the object that ``text`` holds: key, value, offset of the key."""
+
+    def skip(position: int) -> int:
+        while text[position : position + 1] in (" ", "\t", "\n", "\r"):
+            position += 1
+        return position
+
+    def expect(character: str, position: int) -> int:
+        if text[position : position + 1] != character:
+            raise json.JSONDecodeError(f"Expecting '{character}'", text, position)
+        return skip(position + 1)
+
+    position = expect("{", skip(0))
+    more = text[position : position + 1] != "}"
+    while more:
+        if text[position : position + 1] != '"':
+            raise json.JSONDecodeError("Expecting a key in double quotes", text, position)
+        start = position
+        key, position = decoder.raw_decode(text, position)
+        position = expect(":", skip(position))
+        value, position = decoder.raw_decode(text, position)
+        yield key, value, start
+        position = skip(position)
+        more = text[position : position + 1] == ","
+        if more:
+            position = skip(position + 1)
+    position = expect("}", position)
+    if position != len(text):
+        raise json.JSONDecodeError("Extra data", text, position)
+
+
+def _read_toml(text: str, file: ConfigFile) -> None:
+    import tomlkit  # only here: most configs are JSON, and validate must answer at once
+    from tomlkit.exceptions import ParseError, TOMLKitError
+
+    try:
+        document = tomlkit.parse(text)
+        values = document.unwrap()
+    except ParseError as error:
+        message = f"is not valid TOML: {str(error).partition(' at line ')[0]}"
+        file.findings.append(
+            Finding("syntax", message, file=file.name, line=error.line, column=error.col + 1)
+        )
+        return
+    except (TOMLKitError, ValueError, RecursionError) as error:
+        message = f"is not valid TOML: {str(error) or type(error).__name__}"
+        file.findings.append(Finding("syntax", message, file=file.name))
+        return
+    file.values = values
+    # tomlkit renders a document byte for byte, so the lengths of its items add up to offsets.
+    offset = 0
+    for key, item in document.body:
+        if key is None:
+            offset += len(item.as_string())
+            continue
+        if not hasattr(item, "trivia") or isinstance(item, (tomlkit.items.Table, tomlkit.items.AoT)):
+            break  # no top-level key can follow a table
+        trivia = item.trivia
+        file.places[key.key] = _place(text, offset + len(trivia.indent))
+        offset += sum(
+            map(
+                len,
+                (
+                    trivia.indent,
+                    key.as_string(),
+                    key.sep,
+                    item.as_string(),
+                    trivia.comment_ws,
+                    trivia.comment,
+                    trivia.trail,
+                ),
+            )
+        )
+
+
+def _duplicate(file: ConfigFile, key: str, place: Place) -> Finding:
+    first = file.places[key][0]
+    message = f"is already given in line {first}; leave one of the two out"
+    return Finding(
+        "duplicate-key", message, key=key, file=file.name, line=place[0], column=place[1]
+    )
+
+
+def _place(text: str, offset: int) -> Place:
+    start = text.rfind("\n", 0, offset) + 1
+    return text.count("\n", 0, offset) + 1, offset - start + 1
+
+
+def _integer(digits: str) -> int | float:
+    try:
+        return int(digits)
+    except ValueError:  # more digits than Python converts
+        return -math.inf if digits.startswith("-") else math.inf

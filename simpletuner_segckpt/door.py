@@ -1,0 +1,202 @@
+"""The way into a model's loop: its checkpoint function and the two ends of its forward.
+
+diffusers models ask ``self._gradient_checkpointing_func(block, *args)`` to run each block, and
+``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` is the public way to supply
+that function. :class:`Door` is such a function. A forward pre-hook decides how the blocks of
+this forward run, an always-called forward hook ends it.
+
+Between two forwards a door holds plain data only, no module and no tensor, so a model with a
+door can be deep-copied and pickled, and the copy is independent.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils import _pytree as pytree
+
+from .backends import BACKENDS
+from .conditions import CALL_CONDITIONS, call_conditions, model_conditions
+from .links import Handed, plain_tree
+from .report import Condition, Effect, StackReport
+from .segments import Boundary, Forward, RecordingRun, SegmentedRun, StackRun
+
+logger = logging.getLogger("simpletuner_segckpt")
+
+# What tells one shape of call from another: its arguments, by presence.
+CallShape = tuple[Any, ...]
+
+
+class Door:
+    """Stands in for a model's checkpoint function.
+
+    ``parameters`` are the names of the parameters of the model's ``forward``, ``gates`` the
+    names of the submodules that ask for a checkpoint function (empty for a model without one,
+    see ``view``), ``conditions`` the arguments that force per-block. A door with ``off`` set
+    keeps the model's checkpointing switched off, for that reason.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[StackReport],
+        backend: str,
+        parameters: Sequence[str],
+        gates: Sequence[str],
+        conditions: Sequence[Condition] = (),
+        off: str = "",
+    ):
+        self.stacks = tuple(stacks)
+        self.backend = backend
+        self.parameters = tuple(parameters)
+        self.gates = tuple(gates)
+        self.conditions = (*conditions, *CALL_CONDITIONS)
+        self.off = off
+        self.effect: Effect | None = None
+        self.gap_blocks: list[Module] = []  # only for calls that are being compiled
+        self.proven: dict[tuple[CallShape, str], Sequence[Boundary]] = {}
+        self._said: set[str] = set()
+        self._running: dict[int, Forward] = {}  # one per thread
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_running": {}}
+
+    def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
+        """Run ``block``, or hand on what its segment returned."""
+        if torch.compiler.is_compiling():
+            # A traced call keeps no books, so nothing can be proven: block by block.
+            if any(gap is block for gap in self.gap_blocks):
+                return block(*args, **kwargs)
+            return BACKENDS[self.backend](block, *args, **kwargs)
+        forward = self._running.get(threading.get_ident())
+        if forward is None:
+            self._say(
+                logging.WARNING,
+                "the model's forward was entered past its hooks (was `.forward` called "
+                "directly?); every block is recomputed alone",
+            )
+            return BACKENDS[self.backend](block, *args, **kwargs)
+        return forward.step(block, args, kwargs)
+
+    @property
+    def running(self) -> bool:
+        """Whether a training forward of the model runs in this thread."""
+        return threading.get_ident() in self._running
+
+    def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: decide how the blocks of this forward run."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if not self._enabled(module):
+            return
+        arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
+        conditions = call_conditions(self.conditions, arguments)
+        shape = call_shape(arguments, module.training)
+        runs = [self._run(module, stack, conditions, shape) for stack in self.stacks]
+        forward = Forward(runs, BACKENDS[self.backend], conditions)
+        self._running[threading.get_ident()] = forward
+
+    def close(self, module: Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
+        if torch.compiler.is_compiling():
+            return None
+        forward = self._running.pop(threading.get_ident(), None)
+        if forward is None:
+            return None
+        if output is None:
+            forward.abandon()
+            return None
+        forward.finish()
+        for run in forward.runs:
+            if isinstance(run, RecordingRun):
+                self.proven[run.shape, run.path] = tuple(run.boundaries)
+        self.effect = forward.effect()
+        kept = any(isinstance(leaf, Handed) for leaf in pytree.tree_leaves(output))
+        return plain_tree(output) if kept else None
+
+    def _run(
+        self, module: Module, stack: StackReport, conditions: list[Condition], shape: CallShape
+    ) -> StackRun:
+        blocks = list(module.get_submodule(stack.path))
+        if len(blocks) != stack.blocks:
+            self._say(
+                logging.WARNING,
+                f"{stack.path} has {len(blocks)} blocks now and had {stack.blocks} when the "
+                "schedule was installed; call apply() again",
+            )
+        found = [c for c in conditions if c.concerns(stack.path)]
+        if stack.strategy == "segmented" and not found:
+            found = model_conditions(stack.path, blocks)
+        if found:
+            self._say(logging.WARNING, f"{stack.path} runs block by block: {found[0]}")
+        common = (stack.path, stack.schedule, blocks, BACKENDS[self.backend])
+        if found or stack.strategy != "segmented":
+            return StackRun(*common, reason=str(found[0]) if found else stack.reason)
+        boundaries = self.proven.get((shape, stack.path))
+        if boundaries is None:
+            return RecordingRun(*common, shape)
+
+        def distrust(path: str, reason: str) -> None:
+            self.proven[shape, path] = [reason] * len(boundaries)
+
+        run = SegmentedRun(*common, boundaries=boundaries, on_broken=distrust)
+        if run.reason:
+            self._say(logging.WARNING, f"{stack.path} runs block by block: {run.reason}")
+        return run
+
+    def _enabled(self, module: Module) -> bool:
+        """Whether the trainer wants checkpointing now; takes back a function put over ours."""
+        if not self.gates:
+            return not self.off
+        gate: Any = module.get_submodule(self.gates[0])
+        if not gate.gradient_checkpointing:
+            return False
+        if self.off:
+            self._say(logging.WARNING, f"gradient checkpointing was enabled; off again: {self.off}")
+            for name in self.gates:
+                module.get_submodule(name).gradient_checkpointing = False  # type: ignore[assignment]
+            return False
+        if gate._gradient_checkpointing_func is not self:
+            self.claim(module)
+        return True
+
+    def claim(self, module: Module) -> None:
+        """Be the checkpoint function of every gate of ``module``."""
+        for name in self.gates:
+            gate: Any = module.get_submodule(name)
+            function = gate._gradient_checkpointing_func
+            if function is not self and not is_stock_function(function):
+                self._say(
+                    logging.WARNING,
+                    f"the checkpoint function {getattr(function, '__qualname__', function)} "
+                    "that was set on the model is replaced by the schedule",
+                )
+            gate._gradient_checkpointing_func = self
+
+    def _say(self, level: int, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            logger.log(level, message)
+
+
+def is_stock_function(function: Any) -> bool:
+    """Whether ``function`` is what diffusers itself sets on enable and disable."""
+    return (
+        function is None
+        or function is torch.utils.checkpoint.checkpoint
+        or getattr(function, "__module__", "") == "diffusers.models.modeling_utils"
+    )
+
+
+def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:
+    """The names of the arguments that are given, with the values of flags and modes."""
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, (bool, str)):
+            return value
+        return tuple(sorted(map(str, value))) if isinstance(value, dict) else None
+
+    given = ((name, mark(value)) for name, value in arguments.items() if value is not None)
+    return (training, *sorted(given, key=lambda item: item[0]))

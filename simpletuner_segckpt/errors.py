@@ -1,0 +1,37 @@
+"""Everything this package raises for a reason that its user can act on."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .findings import Finding
+
+
+class SegckptError(Exception):
+    """Base of all errors below."""
+
+
+class ConfigError(SegckptError, ValueError):
+    """A config that cannot be used; ``findings`` says where and what to write instead."""
+
+    def __init__(self, findings: "Sequence[Finding]"):
+        self.findings = tuple(findings)
+        super().__init__("\n".join(str(finding) for finding in self.findings))
+
+
+class FamilyError(SegckptError, ValueError):
+    """A family file or entry point that cannot be read."""
+
+
+class UnknownFamily(SegckptError, LookupError):
+    """No known family has this name; ``nearest`` is the one with the most similar name."""
+
+    def __init__(self, name: str, nearest: str | None):
+        self.name = name
+        self.nearest = nearest
+        hint = f"; did you mean `{nearest}`?" if nearest else ""
+        super().__init__(f"no model family is called `{name}`{hint}")
+
+
+class UnsupportedModel(SegckptError, TypeError):
+    """The model has no stack of blocks that could be scheduled."""

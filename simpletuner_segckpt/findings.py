@@ -1,0 +1,58 @@
+"""One finding about a config file, and the codes that stay the same between versions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+# code -> (short name, what it means)
+RULES = {
+    "SEG001": ("unreadable", "the file cannot be read"),
+    "SEG101": ("encoding", "the file is not UTF-8, or starts with a byte order mark"),
+    "SEG102": ("empty-file", "the file is empty"),
+    "SEG103": ("syntax", "the file is not valid JSON or TOML"),
+    "SEG104": ("not-an-object", "the file holds something else than keys and values"),
+    "SEG105": ("duplicate-key", "a key is given twice"),
+    "SEG201": ("unknown-key", "a gradient_checkpointing key that does not exist"),
+    "SEG202": ("two-spellings", "one key in two spellings"),
+    "SEG203": ("wrong-type", "a value of the wrong type"),
+    "SEG204": ("out-of-range", "a number outside the allowed range"),
+    "SEG205": ("unknown-choice", "a word that is not one of the choices"),
+    "SEG301": ("stride-below-interval", "segments would overlap"),
+    "SEG302": ("stride-without-interval", "a stride with the default interval of 1"),
+    "SEG303": ("prefetch-without-offload", "prefetch has nothing to prefetch"),
+    "SEG304": ("no-effect", "a key that has no effect beside the others"),
+    "SEG401": ("unknown-family", "a model family that no file describes"),
+    "SEG402": ("unsupported-option", "an option that cannot be carried out"),
+    "SEG403": ("unknown-blocks", "the number of blocks is not known"),
+}
+CODES = {name: code for code, (name, _) in RULES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is wrong, where, and what to write instead.
+
+    ``line`` and ``column`` count from 1; 0 means that the finding concerns the whole file.
+    """
+
+    rule: str
+    message: str
+    key: str = ""
+    file: str = ""
+    line: int = 0
+    column: int = 0
+    severity: Severity = "error"
+
+    def __post_init__(self) -> None:
+        assert self.rule in CODES, self.rule
+
+    @property
+    def code(self) -> str:
+        return CODES[self.rule]
+
+    def __str__(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
+        place = f"{place}: " if place else ""
+        key = f"`{self.key}` " if self.key else ""
+        return f"{place}{self.code} {self.severity}: {key}{self.message}"

@@ -1,0 +1,224 @@
+"""Put a schedule on a model, and take it off again."""
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from peft import PeftModel
+from torch.nn import Module, ModuleList
+
+from .door import Door, is_stock_function, logger
+from .errors import ConfigError, UnsupportedModel
+from .family import Family
+from .findings import Finding
+from .planning import make_report, unsupported_options
+from .registry import FamilyRegistry
+from .report import Condition, Effect, Report
+from .settings import ConfigSource, Settings, load_settings
+from .view import put_view, take_view
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A schedule on a model."""
+
+    model: Module
+    report: Report
+    _door: Door
+
+    @property
+    def effect(self) -> Effect | None:
+        """What the last training forward really did; None before the first one.
+
+        Forwards without gradients, and those inside a compiled graph, leave it as it is.
+        """
+        return self._door.effect
+
+    def remove(self) -> None:
+        """Leave the model as it was before ``apply``. Does nothing when that has been done."""
+        if _door_of(self.model) is self._door:
+            remove(self.model)
+
+
+def apply(
+    model: Module,
+    config: ConfigSource,
+    *,
+    registry: FamilyRegistry | None = None,
+    family: str | Family | None = None,
+) -> Installation:
+    """Install the schedule that ``config`` asks for on ``model``, replacing an earlier one.
+
+    ``config`` is a path, a mapping, an argparse namespace or a ``CheckpointingConfig``. The
+    model may be wrapped by PEFT, accelerate, DDP or ``torch.compile``. Its family is found by
+    its class unless ``family`` names one; a model that no family describes is probed.
+
+    Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or
+    ``UnsupportedModel`` (no stack of blocks), and then leaves the model untouched.
+    """
+    settings = load_settings(config)
+    problems = unsupported_options(settings.checkpointing)
+    if problems:
+        raise ConfigError(
+            [Finding("unsupported-option", message, key) for key, message in problems.items()]
+        )
+    base = unwrap(model)
+    described = _find_family(base, settings, registry, family)
+    stacks, left_out = _stacks_of(base, described)
+    report = make_report(settings, described, stacks, left_out)
+    if not stacks:
+        raise UnsupportedModel(
+            f"{type(base).__name__} has no nn.ModuleList of two or more blocks to schedule"
+        )
+    for finding in settings.findings:
+        logger.warning("%s", finding)
+    remove(base)
+    door = _install(base, report, described, settings)
+    logger.info("installed on %s: %s", type(base).__name__, report)
+    return Installation(base, report, door)
+
+
+def remove(model: Module) -> None:
+    """Take the schedule off ``model``, or off a copy of a model that had one.
+
+    Checkpointing is switched on or off as it was before ``apply``.
+    """
+    base = unwrap(model)
+    door = _door_of(base)
+    if door is None:
+        return
+    for handle in door.handles:
+        handle.remove()
+    for stack in door.stacks:
+        take_view(base.get_submodule(stack.path))
+    for name, (enabled, function) in door.before.items():
+        gate: Any = base.get_submodule(name)
+        gate.gradient_checkpointing = enabled
+        gate._gradient_checkpointing_func = function
+
+
+def unwrap(model: Module) -> Module:
+    """The model itself inside DDP, FSDP, ``torch.compile`` and PEFT wrappers."""
+    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+    return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
+
+
+def candidate_stacks(model: Module) -> dict[str, int]:
+    """Path and length of every outermost list of two or more equal blocks in ``model``.
+
+    A block is a module with modules of its own; all blocks of a stack have one class.
+    """
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
+            continue
+        blocks = list(module)
+        classes = {type(block) for block in blocks}
+        if len(blocks) >= 2 and len(classes) == 1 and any(blocks[0].children()):
+            found[path] = len(blocks)
+    return found
+
+
+def _find_family(
+    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
+) -> Family | None:
+    if isinstance(family, Family):
+        return family
+    known = FamilyRegistry.default() if registry is None else registry
+    flavour = settings.trainer.model_flavour
+    if family is not None:
+        return known.find(family, flavour)
+    found = known.for_class(type(base), settings.trainer.model_family)
+    named = settings.trainer.model_family
+    if found is None:
+        logger.warning(
+            "no family describes %s; its stacks are found by probing", type(base).__name__
+        )
+    elif named and known.find(named, flavour).family != found.family:
+        logger.warning(
+            "model_family is %s, but %s belongs to %s, which is used",
+            named,
+            type(base).__name__,
+            found.family,
+        )
+    return found
+
+
+def _stacks_of(
+    base: Module, family: Family | None
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Blocks per stack, and the lists of blocks that are left out, each with the reason."""
+    candidates = candidate_stacks(base)
+    if family is None:
+        return candidates, []
+    stacks = {}
+    left_out = []
+    for stack in family.stacks:
+        blocks = _list_at(base, stack.path)
+        if blocks is not None:
+            stacks[stack.path] = len(blocks)
+        elif not stack.optional:
+            left_out.append((stack.path, f"{type(base).__name__} has no such list of blocks"))
+    described = {entry.path: entry.reason for entry in family.left_out}
+    left_out += [
+        (path, described.get(path, f"not described by the family {family.family}"))
+        for path in candidates
+        if path not in stacks
+    ]
+    return stacks, left_out
+
+
+def _list_at(base: Module, path: str) -> ModuleList | None:
+    try:
+        found = base.get_submodule(path)
+    except AttributeError:
+        return None
+    return found if isinstance(found, ModuleList) else None
+
+
+def _install(
+    base: Module, report: Report, family: Family | None, settings: Settings
+) -> Door:
+    gates = {name: m for name, m in base.named_modules() if hasattr(m, "gradient_checkpointing")}
+    off = next((str(c) for c in report.conditions if c.off), "")
+    door = Door(
+        report.stacks,
+        settings.checkpointing.backend,
+        list(signature(type(base).forward).parameters)[1:],
+        list(gates),
+        [
+            Condition("call", c.argument, c.reason, c.stacks)
+            for c in (family.conditions if family else ())
+        ],
+        off,
+    )
+    door.before = {
+        name: (gate.gradient_checkpointing, gate._gradient_checkpointing_func)
+        for name, gate in gates.items()
+    }
+    for stack in report.stacks:
+        blocks = list(base.get_submodule(stack.path))
+        door.gap_blocks += [blocks[index] for index in stack.gap]
+    if off:
+        for gate in gates.values():
+            gate.gradient_checkpointing = False
+    elif gates:
+        base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
+    else:
+        for stack in report.stacks:
+            put_view(base.get_submodule(stack.path), door)
+    door.handles = [
+        base.register_forward_pre_hook(door.open, with_kwargs=True),
+        base.register_forward_hook(door.close, always_call=True),
+    ]
+    return door
+
+
+def _door_of(base: Module) -> Door | None:
+    for hook in base._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Door):
+            return owner
+    return None

@@ -1,0 +1,183 @@
+"""Proof that nothing but the carried state passes between two blocks of a stack.
+
+A segment runs several blocks inside one checkpoint call, so the model's own loop no longer
+sees what happens between them. That is only right when the loop does nothing there but hand
+what block ``k`` returned to block ``k + 1``. Two things are therefore observed:
+
+* *writes*, by identity: each argument of block ``k + 1`` either **is** an object that block
+  ``k`` returned (it is carried) or **is** the very argument that block ``k`` got;
+* *reads*, by :class:`Handed`: what the loop holds between two blocks is an alias that says
+  when an operation uses it, and whose lifetime says whether the loop kept it (a list of
+  hidden states, the samples of a ControlNet).
+
+Values are compared leaf by leaf, so state that travels in tuples, lists or dicts counts too.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # private, but what torch.utils.checkpoint itself uses
+
+Tensor = torch.Tensor
+
+# Questions about a tensor that every block of a stack answers alike; asking is not reading.
+_METADATA = frozenset(
+    {
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.size,
+        Tensor.numel,
+        Tensor.element_size,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_inference,
+        Tensor.get_device,
+        Tensor.__len__,
+        Tensor.__hash__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_tensor,
+        torch.numel,
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "requires_grad",
+                "is_leaf",
+                "grad_fn",
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "itemsize",
+                "nbytes",
+            )
+        ),
+    }
+)
+
+
+class Handed(torch.Tensor):
+    """What the model's loop holds between two blocks: an alias of a block's output.
+
+    Blocks never see it; they get ``plain``. Every other operation on it is reported to
+    ``on_read`` with the operation's name, and carries on with ``plain``, so its result and
+    its gradient are what they would have been.
+    """
+
+    plain: Tensor
+    on_read: Callable[[str], None]
+
+    @staticmethod
+    def of(plain: Tensor, on_read: Callable[[str], None]) -> "Handed":
+        handed = plain.as_subclass(Handed)
+        handed.plain = plain
+        handed.on_read = on_read
+        return handed
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        handed = [leaf for leaf in leaves if isinstance(leaf, Handed)]
+        plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
+        versions = [version(alias.plain) for alias in handed]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*plain_args, **plain_kwargs)
+        if func in _METADATA:
+            return result
+        for alias, before in zip(handed, versions, strict=True):
+            if result is alias.plain and version(result) == before:
+                return alias  # .to() or .contiguous() with nothing to do
+        for alias in handed:
+            alias.on_read(getattr(func, "__name__", str(func)))
+        return result
+
+
+def plain(value: Any) -> Any:
+    """The block's own output behind a :class:`Handed`; anything else as it is."""
+    return value.plain if isinstance(value, Handed) else value
+
+
+def plain_tree(tree: Any) -> Any:
+    """``tree`` with every :class:`Handed` replaced by what it stands for."""
+    return pytree.tree_map_only(Handed, plain, tree)
+
+
+def read(tree: Any, use: str) -> None:
+    """Report ``use`` of every :class:`Handed` in ``tree``."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Handed):
+            leaf.on_read(use)
+
+
+def hand_out(tree: Any, on_read: Callable[[str], None]) -> Any:
+    """``tree`` with every tensor replaced by a :class:`Handed`."""
+    return pytree.tree_map_only(Tensor, lambda tensor: Handed.of(tensor, on_read), tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How the arguments of a block follow from the block before it.
+
+    ``carried`` pairs the index of an argument leaf with the index of the result leaf that
+    feeds it; every other argument leaf is the same for both blocks.
+    """
+
+    carried: tuple[tuple[int, int], ...]
+
+    def feed(self, leaves: Sequence[Any], result: Any) -> list[Any]:
+        """The argument leaves of the next block, from this block's leaves and its result."""
+        produced = pytree.tree_leaves(result)
+        following = list(leaves)
+        for argument, index in self.carried:
+            following[argument] = produced[index]
+        return following
+
+
+class Arguments:
+    """The arguments of one block call, flattened, with the version of each tensor.
+
+    The version is what an operation in place raises; identity alone would not see one.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict):
+        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.versions = [version(leaf) for leaf in self.leaves]
+
+    def same(self, index: int, other: Any) -> bool:
+        """Whether ``other`` is what leaf ``index`` was when this record was made."""
+        mine = self.leaves[index]
+        if isinstance(mine, (bool, int, float, complex, str, bytes)):
+            return type(mine) is type(other) and mine == other
+        return mine is other and version(other) == self.versions[index]
+
+
+def version(value: Any) -> int:
+    """How often a tensor was written in place; 0 for everything that does not count."""
+    value = plain(value)
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def argument_name(block: torch.nn.Module, spec: pytree.TreeSpec, index: int) -> str:
+    """Name of the parameter of ``block.forward`` to which argument leaf ``index`` belongs."""
+    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+    positional, keyword = spec.children()
+    for position, child in enumerate(positional.children()):
+        index -= child.num_leaves
+        if index < 0:
+            return parameters[position] if position < len(parameters) else f"number {position}"
+    for name, child in zip(keyword.context, keyword.children(), strict=True):
+        index -= child.num_leaves
+        if index < 0:
+            return str(name)
+    return "?"

@@ -1,0 +1,136 @@
+"""Where families come from: the shipped TOML files, other packages, a folder, or a test."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import entry_points
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from .errors import FamilyError, UnknownFamily
+from .family import Family
+
+ENTRY_POINTS = "simpletuner_segckpt.families"
+
+
+class FamilyRegistry:
+    """An ordered collection of families. Later ones come before earlier ones of the same name.
+
+    >>> FamilyRegistry.shipped().find("flux").title
+    'Flux.1'
+    """
+
+    def __init__(self, families: Iterable[Family] = ()):
+        self._families = list(families)
+
+    @classmethod
+    def shipped(cls) -> "FamilyRegistry":
+        """The families that come with this package."""
+        return cls(read_folder(files("simpletuner_segckpt.model_families")))
+
+    @classmethod
+    def default(cls) -> "FamilyRegistry":
+        """The shipped families, and those of installed packages.
+
+        A package adds its own with an entry point in the group
+        ``simpletuner_segckpt.families`` that loads to a ``Family``, several of them, or the
+        path of a folder of TOML files. Raises ``FamilyError`` for one that loads to
+        something else.
+        """
+        registry = cls.shipped()
+        for point in entry_points(group=ENTRY_POINTS):
+            loaded = point.load()
+            if isinstance(loaded, (str, Path)):
+                registry.add_folder(loaded)
+            elif isinstance(loaded, Family):
+                registry.add(loaded)
+            elif isinstance(loaded, Iterable):
+                registry.add(*loaded)
+            else:
+                raise FamilyError(
+                    f"entry point {point.name} in {ENTRY_POINTS} loads to a "
+                    f"{type(loaded).__name__}; it must be a Family, several, or a folder"
+                )
+        return registry
+
+    def add(self, *families: Family) -> None:
+        self._families.extend(families)
+
+    def add_folder(self, folder: str | Path) -> None:
+        """Add every TOML file of ``folder``. Raises ``FamilyError`` for one that is wrong."""
+        path = Path(folder)
+        if not path.is_dir():
+            raise FamilyError(f"{path} is not a folder of family files")
+        self.add(*read_folder(path))
+
+    def __iter__(self) -> Iterator[Family]:
+        return reversed(self._families)
+
+    def __len__(self) -> int:
+        return len(self._families)
+
+    def find(self, name: str, flavour: str | None = None) -> Family:
+        """The family that a trainer's ``model_family`` (and ``model_flavour``) names.
+
+        Raises ``UnknownFamily``, which names the nearest known family.
+        """
+        wanted = _spelling(name)
+        known = [f for f in self if wanted in map(_spelling, (f.family, *f.aliases))]
+        if not known:
+            near = difflib.get_close_matches(wanted, self.names(), n=1)
+            raise UnknownFamily(name, near[0] if near else None)
+        for family in known:
+            if flavour and flavour.lower() in (f.lower() for f in family.flavours):
+                return family
+        return next((family for family in known if family.default), known[0])
+
+    def for_class(self, model_class: type, flavour: str | None = None) -> Family | None:
+        """The family that describes a model class, by the class or one of its bases."""
+        for base in model_class.__mro__:
+            known = [f for f in self if any(_is_class(base, path) for path in f.classes)]
+            if known:
+                named = [f for f in known if flavour in f.flavours]
+                return (named or known)[0]
+        return None
+
+    def for_class_name(self, name: str) -> Family | None:
+        """The family of a class named in a model's ``config.json`` (its ``_class_name``)."""
+        return next((f for f in self if name in {c.rpartition(".")[2] for c in f.classes}), None)
+
+    def names(self) -> list[str]:
+        """Every ``model_family`` value that is known, without aliases, sorted."""
+        return sorted({family.family for family in self._families})
+
+
+def read_folder(folder: Traversable) -> list[Family]:
+    """The families in the TOML files of a folder, sorted by file name."""
+    paths = sorted(
+        (entry for entry in folder.iterdir() if entry.name.endswith(".toml")),
+        key=lambda entry: entry.name,
+    )
+    return [read_family(path) for path in paths]
+
+
+def read_family(path: Traversable) -> Family:
+    """One family file. Raises ``FamilyError`` naming the file and the key that is wrong."""
+    try:
+        return Family.model_validate(tomllib.loads(path.read_text("utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FamilyError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise FamilyError(f"{path}: `{key}`: {first['msg']}") from None
+
+
+def _spelling(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def _is_class(candidate: type, dotted: str) -> bool:
+    """Whether ``dotted`` names ``candidate``; a package may re-export the class higher up."""
+    module, _, name = dotted.rpartition(".")
+    return candidate.__name__ == name and (candidate.__module__ + ".").startswith(module + ".")

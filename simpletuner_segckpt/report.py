@@ -1,0 +1,152 @@
+"""What was asked, what is installed and why, and what really ran.
+
+Plain records without torch, shared by ``validate`` (before a model exists) and ``apply``.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .schedule import Schedule
+
+Strategy = Literal["segmented", "per-block", "native", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A fact that forces per-block, or switches checkpointing off.
+
+    ``where`` says what it was seen in: the ``config``, the ``model`` or one ``call``. ``name``
+    is the config key, the hook or the argument. ``stacks`` is empty when all are concerned.
+    """
+
+    where: Literal["config", "model", "call", "family"]
+    name: str
+    reason: str
+    stacks: tuple[str, ...] = ()
+    off: bool = False
+
+    def concerns(self, path: str) -> bool:
+        return not self.stacks or path in self.stacks
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class StackReport:
+    """How one stack is scheduled; ``reason`` says why it is not segmented, if it is not."""
+
+    path: str
+    strategy: Strategy
+    schedule: Schedule
+    reason: str = ""
+
+    @property
+    def blocks(self) -> int:
+        return self.schedule.blocks
+
+    @property
+    def segments(self) -> tuple[range, ...]:
+        return self.schedule.segments
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        return self.schedule.covered
+
+    @property
+    def gap(self) -> tuple[int, ...]:
+        return self.schedule.gap
+
+    def lines(self) -> list[str]:
+        """For example ``blocks: 8 blocks, segmented: [0 1] 2 3 [4 5] 6 7`` and the counts."""
+        because = f" ({self.reason})" if self.reason else ""
+        if self.strategy == "off":
+            return [f"{self.path}: {self.blocks} blocks, none recomputed{because}"]
+        return [
+            f"{self.path}: {self.blocks} blocks, {self.strategy}{because}",
+            f"  {self.schedule}",
+            f"  {len(self.covered)} recomputed in {len(self.segments)} checkpoint calls, "
+            f"{len(self.gap)} kept",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is installed on a model, or would be."""
+
+    family: str | None
+    strategy: Strategy
+    conditions: tuple[Condition, ...] = ()
+    stacks: tuple[StackReport, ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()  # (path, reason)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        out = [f"family {self.family or 'unknown (probed)'}, strategy {self.strategy}"]
+        out += [f"  because of {condition}" for condition in self.conditions]
+        out += [line for stack in self.stacks for line in stack.lines()]
+        out += [f"{path}: left out ({reason})" for path, reason in self.left_out]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Blocks that ran together: recomputed under one checkpoint call, or one plain block."""
+
+    blocks: range
+    recomputed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StackEffect:
+    """What one stack did in one training forward."""
+
+    path: str
+    strategy: Strategy
+    reason: str
+    units: tuple[Unit, ...]
+
+    @property
+    def segments(self) -> tuple[range, ...]:
+        """The blocks under each checkpoint call, in the order they ran."""
+        return tuple(unit.blocks for unit in self.units if unit.recomputed)
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        return tuple(block for segment in self.segments for block in segment)
+
+    @property
+    def gap(self) -> tuple[int, ...]:
+        return tuple(b for unit in self.units if not unit.recomputed for b in unit.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What the last training forward really did.
+
+    ``others`` counts modules outside every described stack that the model handed to its
+    checkpoint function; each was checkpointed alone.
+    """
+
+    stacks: tuple[StackEffect, ...]
+    conditions: tuple[Condition, ...] = ()
+    others: int = 0
+
+    def __getitem__(self, path: str) -> StackEffect:
+        """The effect on the stack at ``path``. Raises ``KeyError`` when it has none."""
+        for stack in self.stacks:
+            if stack.path == path:
+                return stack
+        raise KeyError(path)
+
+
+def overall_strategy(stacks: Iterable[StackReport]) -> Strategy:
+    """``segmented`` if any stack is, else ``per-block`` if any is, else ``off``."""
+    found = {stack.strategy for stack in stacks}
+    for strategy in ("segmented", "per-block"):
+        if strategy in found:
+            return strategy
+    return "off"

@@ -1,0 +1,159 @@
+"""From what a user hands over (a file, a mapping, a namespace) to checked settings."""
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from .config_schema import (
+    CHECKPOINTING_KEYS,
+    TRAINER_KEYS,
+    CheckpointingConfig,
+    TrainerKeys,
+    is_unset,
+)
+from .configfile import ConfigFile, read_config_file
+from .errors import ConfigError
+from .findings import Finding
+
+ConfigSource = str | Path | Mapping[str, Any] | argparse.Namespace | CheckpointingConfig
+
+Keys = TypeVar("Keys", bound=BaseModel)
+
+# The key that a finding about a pair of keys belongs to.
+_PAIR_KEYS = {
+    "stride-below-interval": "gradient_checkpointing_segment_stride",
+    "prefetch-without-offload": "gradient_checkpointing_offload_prefetch",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked keys of one config. ``findings`` holds the warnings."""
+
+    checkpointing: CheckpointingConfig
+    trainer: TrainerKeys
+    findings: tuple[Finding, ...] = ()
+
+
+def load_settings(source: ConfigSource) -> Settings:
+    """Read and check a config in any form that ``apply`` takes.
+
+    Raises ``ConfigError`` with every finding when one of them is an error.
+    """
+    if isinstance(source, CheckpointingConfig):
+        return Settings(source, TrainerKeys())
+    if isinstance(source, argparse.Namespace):
+        file = ConfigFile(values={k: v for k, v in vars(source).items() if v is not None})
+    elif isinstance(source, Mapping):
+        file = ConfigFile(values=dict(source))
+    elif isinstance(source, (str, Path)):
+        file = read_config_file(source)
+    else:
+        raise TypeError(
+            f"config is a {type(source).__name__}; pass a path, a mapping, a namespace or a "
+            "CheckpointingConfig"
+        )
+    settings, findings = check_settings(file)
+    if settings is None:
+        raise ConfigError([finding for finding in findings if finding.severity == "error"])
+    return settings
+
+
+def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
+    """The settings in a file, or None when an error forbids them, and all findings."""
+    findings = list(file.findings)
+    values = _canonical(file, findings)
+    checkpointing = _validated(CheckpointingConfig, file, values, findings)
+    if _is_off(values):
+        # What is wrong with keys that have no effect must not stop a run.
+        readable = len(file.findings)
+        findings[readable:] = [replace(f, severity="warning") for f in findings[readable:]]
+        checkpointing = CheckpointingConfig(enabled=False)
+    trainer = _validated(TrainerKeys, file, values, findings)
+    if checkpointing is not None:
+        _warn(checkpointing, file, values, findings)
+    findings.sort(key=lambda finding: (finding.line, finding.column))
+    failed = any(finding.severity == "error" for finding in findings)
+    if failed or checkpointing is None or trainer is None:
+        return None, findings
+    return Settings(checkpointing, trainer, tuple(findings)), findings
+
+
+def written(file: ConfigFile, key: str) -> str:
+    """``key`` as it stands in the file, with or without the leading dashes."""
+    return f"--{key}" if f"--{key}" in file.values else key
+
+
+def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
+    """The known keys of a file without leading dashes; findings for those that are not right."""
+    known = (*CHECKPOINTING_KEYS, *TRAINER_KEYS)
+    values: dict[str, Any] = {}
+    for key, value in file.values.items():
+        plain = key.removeprefix("--")
+        if plain in known:
+            if plain in values:
+                message = f"is also given as `{plain}`; leave one of the two out"
+                findings.append(file.finding("two-spellings", message, key))
+            values[plain] = value
+            continue
+        similar = key.strip().lstrip("-").replace("-", "_").lower()
+        if similar.startswith("gradient_checkpoint"):
+            near = difflib.get_close_matches(similar, CHECKPOINTING_KEYS, n=1, cutoff=0)[0]
+            message = f"is not a key; did you mean `{near}`?"
+            findings.append(file.finding("unknown-key", message, key))
+    return values
+
+
+def _validated(
+    model: type[Keys], file: ConfigFile, values: dict[str, Any], findings: list[Finding]
+) -> Keys | None:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        for problem in error.errors():
+            rule = problem["type"]
+            key = str(problem["loc"][0]) if problem["loc"] else _PAIR_KEYS[rule]
+            findings.append(file.finding(rule, problem["msg"], written(file, key)))
+        return None
+
+
+def _is_off(values: Mapping[str, Any]) -> bool:
+    switch = "gradient_checkpointing"
+    try:
+        return not CheckpointingConfig.model_validate({switch: values.get(switch)}).enabled
+    except ValidationError:
+        return False
+
+
+def _warn(
+    config: CheckpointingConfig,
+    file: ConfigFile,
+    values: dict[str, Any],
+    findings: list[Finding],
+) -> None:
+    given = [key for key in CHECKPOINTING_KEYS if key in values and not is_unset(values[key])]
+
+    def warn(rule: str, key: str, message: str) -> None:
+        findings.append(file.finding(rule, message, written(file, key), severity="warning"))
+
+    if not config.enabled:
+        for key in given:
+            if key != "gradient_checkpointing":
+                warn("no-effect", key, "has no effect, since gradient_checkpointing is off")
+        return
+    stride = "gradient_checkpointing_segment_stride"
+    if stride in given and "gradient_checkpointing_interval" not in given:
+        warn(
+            "stride-without-interval",
+            stride,
+            f"is {config.stride} without gradient_checkpointing_interval, so of every "
+            f"{config.stride} blocks only the first is recomputed; write the interval as well",
+        )
+    buckets = "gradient_checkpointing_offload_pin_memory_max_buckets"
+    if buckets in given and not config.offload_attention and "unsloth" not in config.backend:
+        warn("no-effect", buckets, "has no effect, since nothing is offloaded")

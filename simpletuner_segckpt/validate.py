@@ -1,0 +1,287 @@
+"""``segckpt validate``: check config files, and show what would happen to every block.
+
+Exit codes: 0 nothing wrong, 1 errors found, 2 could not run (unreadable file, bad usage).
+No torch is imported.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .configfile import ConfigFile, read_config_file
+from .errors import FamilyError, UnknownFamily
+from .family import Family
+from .findings import RULES, Finding
+from .planning import make_report, unsupported_options
+from .registry import FamilyRegistry
+from .report import Report
+from .settings import Settings, check_settings, written
+
+FORMATS = ("text", "json", "github")
+
+
+class UsageError(Exception):
+    """The command line cannot be carried out."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One checked file: its findings, and the report when nothing forbids one."""
+
+    file: str
+    findings: Sequence[Finding]
+    report: Report | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def exit_code(self) -> int:
+        if any(finding.rule == "unreadable" for finding in self.findings):
+            return 2
+        return int(any(finding.severity == "error" for finding in self.findings))
+
+
+def check_file(
+    file: ConfigFile,
+    registry: FamilyRegistry,
+    family: str | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, int] | None = None,
+) -> Checked:
+    """Check one file.
+
+    The family is ``family``, else the file's ``model_family``, else the one whose class a
+    model's config names. Blocks per stack come from ``blocks``, from ``model_config``, or
+    from the published size of the file's ``model_flavour``.
+    """
+    settings, findings = check_settings(file)
+    if settings is None:
+        return Checked(file.name, findings)
+    for key, message in unsupported_options(settings.checkpointing).items():
+        findings.append(file.finding("unsupported-option", message, written(file, key)))
+    name = family or settings.trainer.model_family
+    flavour = settings.trainer.model_flavour
+    try:
+        found = registry.find(name, flavour) if name else None
+    except UnknownFamily as error:
+        hint = f"; did you mean `{error.nearest}`?" if error.nearest else ""
+        known = ", ".join(registry.names())
+        message = f"is {error.name}, which no family file describes{hint} Known: {known}"
+        findings.append(file.finding("unknown-family", message, written(file, "model_family")))
+        return Checked(file.name, findings)
+    if found is None and model_config:
+        found = registry.for_class_name(str(model_config.get("_class_name")))
+    if found is None:
+        return Checked(file.name, findings, notes=["no model_family: pass --family to see blocks"])
+    counts, origin = _counts(found, flavour, model_config, blocks or {})
+    missing = [s.path for s in found.stacks if s.path not in counts and not s.optional]
+    if missing:
+        message = (
+            f"the number of blocks in {', '.join(missing)} is not known; "
+            f"pass --model DIR or --blocks {missing[0]}=N"
+        )
+        findings.append(file.finding("unknown-blocks", message, severity="warning"))
+    if any(finding.severity == "error" for finding in findings):
+        return Checked(file.name, findings)
+    left_out = [(entry.path, entry.reason) for entry in found.left_out]
+    report = make_report(settings, found, counts, left_out)
+    return Checked(file.name, findings, report, [origin, *_notes(settings, report)])
+
+
+def _counts(
+    family: Family,
+    flavour: str | None,
+    model_config: Mapping[str, Any] | None,
+    blocks: Mapping[str, int],
+) -> tuple[dict[str, int], str]:
+    """Blocks per stack in execution order, and where the numbers come from."""
+    origin, values = "block counts as given", model_config or {}
+    size = family.size(flavour)
+    if model_config:
+        origin = "block counts from the model's config.json"
+    elif size:
+        origin, values = f"block counts of the published size {size[0]}", size[1]
+    known = family.counts(values) | dict(blocks)
+    unknown = set(blocks) - {stack.path for stack in family.stacks}
+    if unknown:
+        paths = ", ".join(stack.path for stack in family.stacks)
+        raise UsageError(f"--blocks: {family.family} has no stack {min(unknown)}; it has {paths}")
+    return {s.path: known[s.path] for s in family.stacks if s.path in known}, origin
+
+
+def _notes(settings: Settings, report: Report) -> list[str]:
+    config = settings.checkpointing
+    notes = []
+    if report.strategy == "segmented" and config.stride in (None, config.interval):
+        notes.append(
+            "wider segments save no time: each covered block is recomputed once either way; "
+            "only kept blocks (stride > interval, keep_last) do"
+        )
+    notes += [
+        f"the interval of {config.interval} is more than the {stack.blocks} blocks of "
+        f"{stack.path}: one segment, whose recompute holds all of them at once"
+        for stack in report.stacks
+        if stack.strategy == "segmented" and config.interval > stack.blocks
+    ]
+    return notes
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """The ``config.json`` of a diffusers model or pipeline folder. Raises ``UsageError``."""
+    folder = Path(path)
+    places = [folder, folder / "transformer", folder / "unet"]
+    found = next((p / "config.json" for p in places if (p / "config.json").is_file()), None)
+    if found is None:
+        raise UsageError(f"--model: {path} holds no config.json, transformer/ or unet/ folder")
+    try:
+        config = json.loads(found.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"--model: {found}: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"--model: {found} holds no object")
+    return config
+
+
+def print_text(checked: Sequence[Checked]) -> None:
+    """Findings, then the schedule of each file, then the totals."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
+    for result in checked:
+        for finding in result.findings:
+            style = "red" if finding.severity == "error" else "yellow"
+            text = Text(printable(str(finding)))
+            text.highlight_words([f"{finding.code} {finding.severity}"], style)
+            console.print(text)
+        if result.report:
+            console.print(Text(result.file, "bold"))
+            for line in [*result.report.lines(), *(f"note: {n}" for n in result.notes)]:
+                console.print(Text(f"  {line}"))
+        else:
+            for note in result.notes:
+                console.print(Text(f"{result.file}: {note}"))
+    findings = [finding for result in checked for finding in result.findings]
+    errors = sum(finding.severity == "error" for finding in findings)
+    if findings:
+        console.print(f"{errors} errors, {len(findings) - errors} warnings")
+    else:
+        console.print("All keys are right.")
+
+
+def print_json(checked: Sequence[Checked]) -> None:
+    """One document: ``{"files": [{"file", "findings", "report", "notes"}]}``."""
+    documents = [
+        {
+            "file": result.file,
+            "findings": [
+                {"code": f.code, "rule": f.rule} | {k: v for k, v in asdict(f).items() if k != "rule"}
+                for f in result.findings
+            ],
+            "report": result.report and report_document(result.report),
+            "notes": list(result.notes),
+        }
+        for result in checked
+    ]
+    print(json.dumps({"files": documents}, indent=2))
+
+
+def report_document(report: Report) -> dict[str, Any]:
+    """A report as JSON types; segments as lists of block indices."""
+    return {
+        "family": report.family,
+        "strategy": report.strategy,
+        "conditions": [asdict(condition) for condition in report.conditions],
+        "stacks": [
+            {
+                "path": stack.path,
+                "strategy": stack.strategy,
+                "reason": stack.reason,
+                "blocks": stack.blocks,
+                "segments": [list(segment) for segment in stack.segments],
+                "gap": list(stack.gap),
+            }
+            for stack in report.stacks
+        ],
+        "left_out": [{"path": path, "reason": reason} for path, reason in report.left_out],
+    }
+
+
+def print_github(checked: Sequence[Checked]) -> None:
+    """Workflow commands that show each finding beside the line it is about."""
+    for result in checked:
+        for finding in result.findings:
+            place = f"file={finding.file}"
+            if finding.line:
+                place += f",line={finding.line},col={finding.column}"
+            key = f"`{finding.key}` " if finding.key else ""
+            text = printable(key + finding.message).replace("%", "%25")
+            print(f"::{finding.severity} {printable(place)},title={finding.code}::{text}")
+
+
+def printable(text: str) -> str:
+    """``text`` in one line of at most 400 characters, control characters escaped."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return shown if len(shown) <= 400 else shown[:396] + " ..."
+
+
+PRINTERS = {"text": print_text, "json": print_json, "github": print_github}
+
+
+def parser() -> argparse.ArgumentParser:
+    rules = "\n".join(f"  {code}  {name}: {text}" for code, (name, text) in RULES.items())
+    made = argparse.ArgumentParser(
+        prog="segckpt validate",
+        description="Check the gradient_checkpointing keys of config files, and show the "
+        "schedule of every stack of blocks.",
+        epilog=f"rules:\n{rules}\n\nexit codes: 0 nothing wrong, 1 errors, 2 could not run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("files", nargs="+", metavar="FILE", help="JSON or TOML; - for standard input")
+    made.add_argument("--family", help="model family, instead of the file's model_family")
+    made.add_argument("--model", metavar="DIR", help="diffusers folder whose config.json to read")
+    made.add_argument(
+        "--blocks", action="append", default=[], metavar="STACK=N", help="blocks in a stack"
+    )
+    made.add_argument(
+        "--families", action="append", default=[], metavar="DIR", help="folder of family files"
+    )
+    made.add_argument("--output-format", choices=FORMATS, default="text")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        registry = FamilyRegistry.default()
+        for folder in options.families:
+            registry.add_folder(folder)
+        if options.family:
+            registry.find(options.family)
+        model_config = read_model_config(options.model) if options.model else None
+        blocks = dict(map(_stack_and_count, options.blocks))
+        checked = [
+            check_file(read_config_file(name), registry, options.family, model_config, blocks)
+            for name in options.files
+        ]
+    except (UsageError, FamilyError, UnknownFamily) as error:
+        print(f"segckpt validate: {printable(str(error))}", file=sys.stderr)
+        return 2
+    PRINTERS[options.output_format](checked)
+    return max(result.exit_code for result in checked)
+
+
+def _stack_and_count(option: str) -> tuple[str, int]:
+    path, _, count = option.rpartition("=")
+    if not path or not count.isdigit() or not 1 <= int(count) <= 100_000:
+        raise UsageError(f"--blocks {option}: write STACK=N with N a whole number, 1 or more")
+    return path, int(count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

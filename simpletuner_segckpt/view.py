@@ -1,0 +1,74 @@
+"""The way into the loop of a model that has no checkpoint function to replace.
+
+A list of blocks gets the class :class:`BlockView`. While a training forward of its model runs,
+iterating or indexing it yields :class:`Turn` objects that look like the blocks but are run by
+the model's door; at all other times it is the list it was. One turn per block, so the loop's
+own index stays true and what the loop does between two blocks is seen by the door.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module, ModuleList
+
+from .door import Door
+
+
+class Turn:
+    """A block whose call goes through the door; every other attribute is the block's own."""
+
+    def __init__(self, block: Module, door: Door):
+        object.__setattr__(self, "_block", block)
+        object.__setattr__(self, "_door", door)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._door(self._block, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._block, name, value)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._block)
+
+
+class BlockView(ModuleList):
+    """The block list of a model without a checkpoint function. Its door is ``_segckpt_door``."""
+
+    _segckpt_door: Door
+
+    def __iter__(self) -> Iterator[Any]:
+        blocks = super().__iter__()
+        return map(self._turn, blocks) if self._active() else blocks
+
+    def __getitem__(self, index: Any) -> Any:
+        if not self._active():
+            # A slice is an ordinary list: only the whole stack is scheduled.
+            return ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+        if isinstance(index, slice):
+            return [self._turn(block) for block in list(super().__iter__())[index]]
+        return self._turn(super().__getitem__(index))
+
+    def _active(self) -> bool:
+        return self._segckpt_door.running
+
+    def _turn(self, block: Module) -> Turn:
+        return Turn(block, self._segckpt_door)
+
+
+def put_view(blocks: ModuleList, door: Door) -> None:
+    """Make ``blocks`` a view. Raises ``TypeError`` for a list with behaviour of its own."""
+    if type(blocks) is not ModuleList:
+        raise TypeError(f"{type(blocks).__name__} is not a plain nn.ModuleList")
+    blocks.__class__ = BlockView
+    blocks._segckpt_door = door
+
+
+def take_view(blocks: Module) -> None:
+    """Make a view the plain list it was; anything else stays as it is."""
+    if isinstance(blocks, BlockView):
+        del blocks._segckpt_door
+        blocks.__class__ = ModuleList
