@@ -52,7 +52,9 @@ class Door:
         self.backend = backend
         self.parameters = tuple(parameters)
         self.gates = tuple(gates)
-        self.conditions = (*conditions, *CALL_CONDITIONS)
+        named = {condition.name for condition in conditions}
+        general = (c for c in CALL_CONDITIONS if c.name not in named)
+        self.conditions = (*conditions, *general)
         self.off = off
         self.effect: Effect | None = None
         self.gap_blocks: list[Module] = []  # only for calls that are being compiled

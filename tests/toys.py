@@ -1,0 +1,76 @@
+"""Toy models for what no shipped class does: glue between blocks, capture, lists of one block."""
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from torch import nn
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states, temb):
+        return hidden_states + torch.tanh(self.inner(hidden_states) * temb)
+
+
+class Loop:
+    """The loop that both kinds of toy share. ``between`` is called after every block."""
+
+    between = None
+    loop = "for"
+
+    def build(self, depth: int) -> None:
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states, temb):
+        if self.loop == "for":
+            for index, block in enumerate(self.blocks):
+                hidden_states = self.run(block, hidden_states, temb)
+                if self.between is not None:
+                    hidden_states = self.between(index, hidden_states)
+        elif self.loop == "slice":
+            for block in self.blocks[: len(self.blocks)]:
+                hidden_states = self.run(block, hidden_states, temb)
+        elif self.loop == "index":
+            for index in range(len(self.blocks)):
+                hidden_states = self.blocks[index](hidden_states=hidden_states, temb=temb)
+        return self.out(hidden_states)
+
+
+class Doorless(Loop, nn.Module):
+    """A plain model without a checkpoint function."""
+
+    def __init__(self, depth: int = 6):
+        super().__init__()
+        self.build(depth)
+
+    def run(self, block, hidden_states, temb):
+        return block(hidden_states, temb=temb)
+
+
+class WithDoor(Loop, ModelMixin, ConfigMixin):
+    """A model that asks its checkpoint function for every block, as diffusers models do."""
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config
+    def __init__(self, depth: int = 6):
+        super().__init__()
+        self.build(depth)
+        self.gradient_checkpointing = False
+
+    def run(self, block, hidden_states, temb):
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, hidden_states, temb)
+        return block(hidden_states, temb)
+
+
+def toy(kind: type[nn.Module], **config) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = kind(**config).train()
+    return model, {"hidden_states": torch.randn(2, 5, WIDTH), "temb": torch.randn(2, 1, WIDTH)}
