@@ -1,6 +1,7 @@
 """The checkpoint functions behind ``gradient_checkpointing_backend``."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
@@ -14,16 +15,17 @@ def torch_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     Always the non-reentrant variant: it takes any argument, lets frozen parts be frozen and
     recomputes nothing where nothing needs a gradient.
     """
-    # Keyword arguments travel as a dict: some of checkpoint's own parameters have plain names.
     if kwargs:
-        return torch.utils.checkpoint.checkpoint(
-            _call, function, args, kwargs, use_reentrant=False
-        )
+        # Passed on by position: tensors that checkpoint gets as such can be seen and moved by
+        # saved-tensor hooks, and some of checkpoint's own parameters have plain names.
+        function = partial(_call, function, tuple(kwargs))
+        args = (*args, *kwargs.values())
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
-def _call(function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    return function(*args, **kwargs)
+def _call(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
+    split = len(args) - len(names)
+    return function(*args[:split], **dict(zip(names, args[split:], strict=True)))
 
 
 BACKENDS: dict[str, Checkpoint] = {"torch": torch_checkpoint}

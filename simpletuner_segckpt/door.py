@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from .backends import BACKENDS
 from .conditions import CALL_CONDITIONS, call_conditions, model_conditions
@@ -56,6 +57,9 @@ class Door:
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
         self.off = off
+        self.handles: list[RemovableHandle] = []
+        # Whether each gate was on before, and the function it had (None: lost in a copy).
+        self.before: dict[str, tuple[bool, Any]] = {}
         self.effect: Effect | None = None
         self.gap_blocks: list[Module] = []  # only for calls that are being compiled
         self.proven: dict[tuple[CallShape, str], Sequence[Boundary]] = {}
@@ -63,7 +67,11 @@ class Door:
         self._running: dict[int, Forward] = {}  # one per thread
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_running": {}}
+        before = {
+            name: (enabled, None if _is_local(function) else function)
+            for name, (enabled, function) in self.before.items()
+        }
+        return self.__dict__ | {"_running": {}, "before": before}
 
     def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
         """Run ``block``, or hand on what its segment returned."""
@@ -190,6 +198,11 @@ def is_stock_function(function: Any) -> bool:
         or function is torch.utils.checkpoint.checkpoint
         or getattr(function, "__module__", "") == "diffusers.models.modeling_utils"
     )
+
+
+def _is_local(function: Any) -> bool:
+    """Whether ``function`` was made inside another one and so cannot be pickled."""
+    return "<locals>" in getattr(function, "__qualname__", "")
 
 
 def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:

@@ -93,10 +93,13 @@ def remove(model: Module) -> None:
         handle.remove()
     for stack in door.stacks:
         take_view(base.get_submodule(stack.path))
+    if any(enabled and function is None for enabled, function in door.before.values()):
+        base.enable_gradient_checkpointing()  # a copy: its stock function cannot be copied
     for name, (enabled, function) in door.before.items():
         gate: Any = base.get_submodule(name)
         gate.gradient_checkpointing = enabled
-        gate._gradient_checkpointing_func = function
+        if function is not None or not enabled:
+            gate._gradient_checkpointing_func = function
 
 
 def unwrap(model: Module) -> Module:
@@ -195,7 +198,7 @@ def _install(
         off,
     )
     door.before = {
-        name: (gate.gradient_checkpointing, gate._gradient_checkpointing_func)
+        name: (gate.gradient_checkpointing, getattr(gate, "_gradient_checkpointing_func", None))
         for name, gate in gates.items()
     }
     for stack in report.stacks:
@@ -205,6 +208,7 @@ def _install(
         for gate in gates.values():
             gate.gradient_checkpointing = False
     elif gates:
+        door.claim(base)
         base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
     else:
         for stack in report.stacks:

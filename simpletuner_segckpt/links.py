@@ -135,13 +135,13 @@ class Link:
 
     carried: tuple[tuple[int, int], ...]
 
-    def feed(self, leaves: Sequence[Any], result: Any) -> list[Any]:
+    def feed(self, leaves: Sequence[Any], result: Any) -> tuple[Any, ...]:
         """The argument leaves of the next block, from this block's leaves and its result."""
         produced = pytree.tree_leaves(result)
         following = list(leaves)
         for argument, index in self.carried:
             following[argument] = produced[index]
-        return following
+        return tuple(following)
 
 
 class Arguments:

@@ -14,6 +14,7 @@ segments are formed wherever that record allows it.
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from torch.nn import Module
@@ -216,7 +217,8 @@ class SegmentedRun(StackRun):
         arguments = Arguments(args, kwargs)
         blocks = self.blocks[segment.start : segment.stop]
         links = self.boundaries[segment.start : segment.stop - 1]
-        result = self.checkpoint(run_segment, blocks, links, args, kwargs)
+        segment_call = partial(run_segment, blocks, links, arguments.spec)
+        result = self.checkpoint(segment_call, *arguments.leaves)
         self.units.append(Unit(segment, True))
         handed = hand_out(
             result,
@@ -281,13 +283,16 @@ class SegmentedRun(StackRun):
         self._open = None
 
 
-def run_segment(blocks: Sequence[Module], links: Sequence[Link], args: tuple, kwargs: dict) -> Any:
+def run_segment(
+    blocks: Sequence[Module], links: Sequence[Link], spec: pytree.TreeSpec, *leaves: Any
+) -> Any:
     """Run ``blocks`` one after the other, feeding each from the one before it.
 
-    ``links[k]`` leads from ``blocks[k]`` to ``blocks[k + 1]``. Returns what the last returned.
+    ``leaves`` and ``spec`` are the flattened arguments of the first block; ``links[k]`` leads
+    from ``blocks[k]`` to ``blocks[k + 1]``. Returns what the last block returned.
     """
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = blocks[0](*args, **kwargs)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
     for block, link in zip(blocks[1:], links, strict=True):
         leaves = link.feed(leaves, result)
         args, kwargs = pytree.tree_unflatten(leaves, spec)

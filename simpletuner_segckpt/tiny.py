@@ -26,7 +26,7 @@ def load_class(path: str) -> type[torch.nn.Module]:
 def make_model(tiny: Tiny, seed: int = 0, **config: Any) -> torch.nn.Module:
     """The model with random weights; ``config`` overrides values of its configuration."""
     torch.manual_seed(seed)
-    return load_class(tiny.model_class)(**_plain(tiny.config), **config)
+    return load_class(tiny.model_class)(**_plain(tiny.config) | config)
 
 
 def make_inputs(tiny: Tiny, seed: int = 0) -> dict[str, Any]:

@@ -1,0 +1,567 @@
+"""Installed, disabled, enabled, copied, saved, broken, removed: in any order."""
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from diffusers.training_utils import EMAModel
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from toys import Doorless, WithDoor, toy
+from training import SavedBytes, add_lora, counted, keys, loss_of, model_and_inputs, set_dropout, step
+
+import simpletuner_segckpt
+
+STACKS = ["transformer_blocks", "single_transformer_blocks"]
+PLAN = (range(0, 2), range(4, 5))  # of 5 blocks with interval 2 and stride 4
+
+
+@pytest.fixture
+def flux():
+    return model_and_inputs("flux")
+
+
+def installed(model, inputs, config=None):
+    """An installation whose segments are proven."""
+    installation = simpletuner_segckpt.apply(model, config or keys(2, 4))
+    for _ in range(2):
+        step(model, inputs)
+    return installation
+
+
+def segments(installation):
+    return [stack.segments for stack in installation.effect.stacks]
+
+
+@pytest.fixture
+def checkpoint_calls(monkeypatch):
+    """The keyword arguments of every call of torch's checkpoint function."""
+    calls = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
+    return calls
+
+
+def test_always_non_reentrant(flux, checkpoint_calls):
+    model, inputs = flux
+    installed(model, inputs)
+    assert len(checkpoint_calls) == 6 + 4  # first forward per block, then 2 segments per stack
+    assert all(call == {"use_reentrant": False} for call in checkpoint_calls)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_validation_costs_what_inference_costs(flux, checkpoint_calls, context):
+    model, inputs = flux
+    installation = installed(model, inputs)
+    checkpoint_calls.clear()
+    effect = installation.effect
+    with context(), counted(model, STACKS) as calls:
+        model(**inputs)
+    assert not checkpoint_calls
+    assert set(calls["transformer_blocks"].values()) == {1}
+    assert installation.effect is effect
+    step(model, inputs)
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_disable_and_enable_in_any_order(flux, checkpoint_calls):
+    model, inputs = flux
+    expected = step(model, inputs)
+    installation = installed(model, inputs)
+    for calls in (
+        ["disable"],
+        ["disable", "disable"],
+        ["enable", "disable"],
+        ["disable", "enable"],
+        ["disable", "disable", "enable"],
+        ["enable"],
+        ["enable", "enable", "disable", "enable"],
+    ):
+        for call in calls:
+            getattr(model, f"{call}_gradient_checkpointing")()
+        checkpoint_calls.clear()
+        on = calls[-1] == "enable"
+        assert model.is_gradient_checkpointing == on
+        assert step(model, inputs) == expected
+        assert len(checkpoint_calls) == (4 if on else 0), calls
+        assert segments(installation) == [PLAN, PLAN]
+
+
+def test_enable_before_apply(flux):
+    model, inputs = flux
+    expected = step(model, inputs)
+    model.enable_gradient_checkpointing()
+    installation = installed(model, inputs)
+    with counted(model, STACKS) as calls:
+        assert step(model, inputs) == expected
+    assert calls["transformer_blocks"] == Counter({0: 2, 1: 2, 2: 1, 3: 1, 4: 2})
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def own_function(block, *args):
+    return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_checkpoint_function_of_the_trainer_is_replaced_and_that_is_said(flux, caplog, order):
+    model, inputs = flux
+    expected = step(model, inputs)
+    with caplog.at_level(logging.WARNING, "simpletuner_segckpt"):
+        if order == "before":
+            model.enable_gradient_checkpointing(own_function)
+        installation = installed(model, inputs)
+        if order == "after":
+            model.enable_gradient_checkpointing(own_function)
+        for _ in range(2):
+            with counted(model, STACKS) as calls:
+                assert step(model, inputs) == expected
+    assert max(calls["transformer_blocks"].values()) == 2
+    assert segments(installation) == [PLAN, PLAN]
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "own_function" in caplog.text
+    installation.remove()
+    restored = own_function if order == "before" else None
+    assert model._gradient_checkpointing_func is restored
+
+
+@pytest.mark.parametrize("off", [False, "false", "off", "no", "none", "None", 0, "0"])
+def test_off_means_off_whoever_enables_it(flux, checkpoint_calls, caplog, off):
+    model, inputs = flux
+    config = {"gradient_checkpointing": off, "gradient_checkpointing_interval": 4}
+    config["gradient_checkpointing_segment_stride"] = 2  # wrong, but without effect
+    expected = step(model, inputs)
+    with SavedBytes(model) as plain:
+        loss_of(model(**inputs))
+    model.enable_gradient_checkpointing()
+    installation = simpletuner_segckpt.apply(model, config)
+    assert installation.report.strategy == "off"
+    assert step(model, inputs) == expected
+    with caplog.at_level(logging.WARNING, "simpletuner_segckpt"):
+        caplog.clear()
+        for _ in range(2):
+            model.enable_gradient_checkpointing()
+            with SavedBytes(model) as saved:
+                loss_of(model(**inputs))
+            assert saved.total == plain.total
+    assert not checkpoint_calls
+    assert len(caplog.records) == 1 and "off again" in caplog.text
+
+
+def snapshot(model):
+    """Everything that an installation could leave behind, by module name."""
+    return {
+        name: (type(module), list(module.__dict__), {
+            key: value if not isinstance(value, dict) else dict(value)
+            for key, value in module.__dict__.items()
+            if not key.startswith(("_parameters", "_buffers", "_modules"))
+        })
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("kind", [WithDoor, Doorless])
+def test_remove_leaves_no_trace(kind, enabled):
+    model, inputs = toy(kind)
+    if enabled and kind is WithDoor:
+        model.enable_gradient_checkpointing()
+    function = torch.utils.checkpoint.checkpoint
+    before = snapshot(model)
+    installation = installed(model, inputs, keys(2))
+    simpletuner_segckpt.apply(model, keys(3))  # applied twice
+    installation.remove()  # the first one is gone already
+    assert snapshot(model) != before
+    simpletuner_segckpt.remove(model)
+    assert snapshot(model) == before
+    simpletuner_segckpt.remove(model)
+    assert snapshot(model) == before
+    assert torch.utils.checkpoint.checkpoint is function
+
+
+def test_applied_again_without_the_keys(flux):
+    """Leaving keys out clears them: no plan is left over, nothing is wrapped twice."""
+    model, inputs = flux
+    expected = step(model, inputs)
+    installed(model, inputs)
+    installation = installed(model, inputs, {"gradient_checkpointing": True})
+    with counted(model, STACKS) as calls:
+        assert step(model, inputs) == expected
+    assert calls["transformer_blocks"] == Counter(dict.fromkeys(range(5), 2))
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    assert segments(installation) == [tuple(range(b, b + 1) for b in range(5))] * 2
+
+
+def test_a_bad_config_leaves_the_model_as_it_is(flux):
+    model, inputs = flux
+    installation = installed(model, inputs)
+    for bad in (keys(2, 1), {"gradient_checkpointing_keep": "attention"}, "/no/such/file.json"):
+        with pytest.raises(simpletuner_segckpt.ConfigError):
+            simpletuner_segckpt.apply(model, bad)
+    with pytest.raises(simpletuner_segckpt.UnknownFamily):
+        simpletuner_segckpt.apply(model, keys(2), family="fluxx")
+    step(model, inputs)
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_names_and_files_are_untouched(flux, tmp_path):
+    model, inputs = flux
+    names = list(model.state_dict())
+    parameters = [name for name, _ in model.named_parameters()]
+    before = EMAModel(model.parameters(), model_cls=type(model), model_config=model.config)
+    installed(model, inputs)
+    after = EMAModel(model.parameters(), model_cls=type(model), model_config=model.config)
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == parameters
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, inputs)
+        optimizer.step()
+        for ema in (before, after):
+            ema.step(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(dict(loaded.state_dict()), state, rtol=0, atol=0)
+    for name, ema in (("before", before), ("after", after)):
+        ema.save_pretrained(tmp_path / name)
+        [file] = (tmp_path / name).glob("*.safetensors")
+        assert sorted(load_file(file)) == sorted(names)
+    model.load_state_dict(state)
+    before.copy_to(model.parameters())
+
+
+def roundtrip(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("kind", [WithDoor, Doorless])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), roundtrip]
+)
+def test_copies_are_independent(kind, duplicate, native):
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    if native and kind is WithDoor:
+        model.enable_gradient_checkpointing()
+    installation = installed(model, inputs, keys(2, 4))
+    twin = duplicate(model)
+    twin_blocks = {id(block) for block in twin.blocks}
+    with counted(twin, ["blocks"]) as calls:
+        assert step(twin, inputs) == expected
+    assert calls["blocks"] == Counter({0: 2, 1: 2, 2: 1, 3: 1, 4: 2, 5: 2})
+    assert twin_blocks.isdisjoint(map(id, model.blocks))
+    with torch.no_grad():  # the copy runs its own blocks
+        for parameter in twin.blocks.parameters():
+            parameter.zero_()
+        changed = twin(**inputs)
+    assert not torch.equal(changed, model(**inputs))
+    simpletuner_segckpt.remove(twin)
+    with counted(twin, ["blocks"]) as calls:
+        step(twin, inputs)
+    kept_native = native and kind is WithDoor
+    assert set(calls["blocks"].values()) == ({2} if kept_native else {1})
+    assert step(model, inputs) == expected
+    assert segments(installation) == [(range(0, 2), range(4, 6))]
+    watcher = weakref.ref(model)
+    del model, installation
+    gc.collect()
+    assert watcher() is None
+
+
+def test_peft_wrapping_and_eval_mode_of_the_base(flux):
+    """Gradients flow, so it applies, whatever train() and eval() say; dropout stays off."""
+    model, inputs = flux
+    set_dropout(model)
+    config = LoraConfig(r=4, lora_dropout=0.0, target_modules=["to_q", "to_k"])
+    wrapped = get_peft_model(model, config)
+    wrapped.eval()
+    expected = step(wrapped, inputs)
+    installation = simpletuner_segckpt.apply(wrapped, keys(2, 4))
+    assert installation.model is model
+    for _ in range(2):
+        with counted(model, STACKS) as calls:
+            assert step(wrapped, inputs) == expected
+    assert calls["transformer_blocks"] == Counter({0: 2, 1: 2, 2: 1, 3: 1, 4: 2})
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_apply_before_peft(flux):
+    model, inputs = flux
+    installation = installed(model, inputs)
+    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["to_q", "to_k"])
+    wrapped = get_peft_model(model, config).train()
+    segmented = step(wrapped, inputs)
+    assert segments(installation) == [PLAN, PLAN]
+    simpletuner_segckpt.remove(wrapped)
+    assert step(wrapped, inputs) == segmented
+
+
+def test_freezing_in_the_middle_of_a_run(flux):
+    model, inputs = flux
+    add_lora(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    first = [p for block in model.transformer_blocks[:2] for p in block.parameters()]
+    first = [p for p in first if p.requires_grad]
+    inputs["hidden_states"].requires_grad_(False)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    step(model, inputs)
+    for frozen in ([], first, []):
+        for parameter in trained:
+            parameter.requires_grad_(all(parameter is not f for f in frozen))
+        with counted(model, STACKS) as calls:
+            got = step(model, inputs)
+        # Nothing in the first segment needs a gradient, so nothing is recomputed there.
+        assert calls["transformer_blocks"][0] == (1 if frozen else 2)
+        assert calls["transformer_blocks"][2] == 2
+        model.disable_gradient_checkpointing()
+        assert step(model, inputs) == got
+        model.enable_gradient_checkpointing()
+    assert installation.effect["transformer_blocks"].strategy == "segmented"
+
+
+def test_same_blocks_on_every_step_whatever_ran_in_between(flux):
+    """No global counter decides, and nobody else's checkpointing is touched."""
+    model, inputs = flux
+    other, other_inputs = toy(WithDoor)
+    other.enable_gradient_checkpointing()
+    simpletuner_segckpt.apply(model, keys(3))
+    function = torch.utils.checkpoint.checkpoint
+    recomputed = []
+    for _ in range(4):
+        with counted(model, STACKS) as calls, counted(other, ["blocks"]) as others:
+            step(model, inputs)
+            step(other, other_inputs)
+        recomputed.append({path: dict(counter) for path, counter in calls.items()})
+        assert others["blocks"] == Counter(dict.fromkeys(range(6), 2))
+        with torch.no_grad():
+            model(**inputs)
+        with pytest.raises(TypeError):
+            model(**inputs | {"hidden_states": "no tensor"})
+        assert torch.utils.checkpoint.checkpoint is function
+    assert recomputed == [recomputed[0]] * 4
+
+
+def explode(*_):
+    raise ArithmeticError("boom")
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute"])
+def test_an_exception_in_a_block_disturbs_nothing(flux, where):
+    model, inputs = flux
+    expected = step(model, inputs)
+    installation = installed(model, inputs)
+    block = model.transformer_blocks[1]
+    with pytest.raises(ArithmeticError):
+        if where == "forward":
+            block.forward = explode
+            model(**inputs)
+        else:
+            loss = loss_of(model(**inputs))
+            block.forward = explode
+            loss.backward()
+    del block.forward
+    assert step(model, inputs) == expected
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_an_exception_in_the_loop_disturbs_nothing():
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    installation = installed(model, inputs, keys(3))
+    model.between = lambda index, state: explode() if index == 1 else state
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            model(**inputs)
+    model.between = None
+    assert step(model, inputs) == expected
+    assert segments(installation) == [(range(0, 3), range(3, 6))]
+
+
+def live_tensors():
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", [WithDoor, Doorless])
+def test_memory_stays_flat_without_the_garbage_collector(kind):
+    model, inputs = toy(kind)
+    installed(model, inputs, keys(2))
+    seen = []
+    watched = []
+
+    def watch(index, state):
+        watched.append(weakref.ref(state))
+        return state
+
+    def many_steps(count):
+        for number in range(count):
+            step(model, inputs)
+            loss_of(model(**inputs))  # backward never comes
+            with torch.no_grad():
+                model(**inputs)
+            model.between = explode if number % 2 else watch
+            try:
+                loss_of(model(**inputs)).backward()
+            except ArithmeticError:
+                pass
+            model.between = None
+
+    gc.collect()
+    gc.disable()
+    try:
+        many_steps(5)
+        seen.append(live_tensors())
+        many_steps(15)
+        seen.append(live_tensors())
+        assert [reference() for reference in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+    assert seen[0] == seen[1]
+
+
+def test_threads_do_not_meet(flux):
+    model, inputs = flux
+    expected = step(model, inputs)
+    installation = installed(model, inputs)
+    results = {}
+
+    def run(name):
+        losses = [loss_of(model(**inputs)).detach() for _ in range(5)]
+        results[name] = losses
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(torch.equal(loss, expected.loss) for losses in results.values() for loss in losses)
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_gradient_accumulation_and_two_forwards_before_one_backward(flux):
+    model, inputs = flux
+    more = inputs | {"hidden_states": inputs["hidden_states"].flip(1)}
+
+    def both(**_):
+        return model(**inputs)[0], model(**more)[0]
+
+    expected = step(model, inputs, run=both)
+    installed(model, inputs)
+    assert step(model, inputs, run=both) == expected
+
+
+def test_another_shape_of_call_is_proven_anew(flux):
+    model, inputs = flux
+    longer = inputs | {
+        "hidden_states": torch.randn(2, 36, 8),
+        "img_ids": torch.zeros(36, 3, dtype=torch.int64),
+    }
+    expected = step(model, longer), step(model, inputs | {"joint_attention_kwargs": {}})
+    installation = installed(model, inputs)
+    assert step(model, longer) == expected[0]  # other sizes are the same shape of call
+    assert segments(installation) == [PLAN, PLAN]
+    assert step(model, inputs | {"joint_attention_kwargs": {}}) == expected[1]
+    assert {stack.strategy for stack in installation.effect.stacks} == {"per-block"}
+    assert step(model, inputs | {"joint_attention_kwargs": {}}) == expected[1]
+    assert segments(installation) == [PLAN, PLAN]
+
+
+def test_kept_bytes_follow_the_schedule():
+    """Exact bytes: one hidden state per segment, and the same for every gap block."""
+    model, inputs = model_and_inputs("wan", num_layers=8)
+    arguments = []
+    forward = model.blocks[1].forward
+    model.blocks[1].forward = lambda *args: arguments.append(args) or forward(*args)
+    step(model, inputs)
+    del model.blocks[1].forward
+    [(state, _, _, rotary)] = arguments
+    hidden_state = state.untyped_storage().nbytes()
+    assert hidden_state == 2 * 32 * 32 * 4  # batch, tokens, width, float32
+    # One tuple for all blocks, which autograd counts where a segment holds its tensors.
+    shared = sum(tensor.untyped_storage().nbytes() for tensor in rotary)
+
+    def kept(config):
+        installation = installed(model, inputs, config)
+        with SavedBytes(model) as saved:
+            loss_of(model(**inputs))
+        installation.remove()
+        return saved.total
+
+    # Interval: 8, 4 and 1 segments.
+    per_block = kept(keys(1))
+    assert per_block + shared - kept(keys(2)) == 4 * hidden_state
+    assert kept(keys(2)) - kept(keys(8)) == 3 * hidden_state
+    # A gap block keeps its activations; what enters it is one of them.
+    first, second, third = (kept(keys(1, keep_last=last)) for last in (1, 2, 3))
+    gap = second - first
+    assert gap > 10 * hidden_state
+    assert third - second == gap
+    assert kept(keys(1, 2)) == first + 3 * gap  # 0 [1] 2 [3] ...: four of them
+    # [0 1] 2 3 [4 5] 6 7: four too, and two blocks that no longer keep what enters them.
+    assert kept(keys(2, 4)) == first + 3 * gap - 2 * hidden_state
+
+
+@pytest.mark.parametrize("interval", [2, 3, 4, 5])
+@pytest.mark.parametrize("wider_stride", [False, True])
+def test_sd3_whose_last_block_returns_no_text(interval, wider_stride):
+    model, inputs = model_and_inputs("sd3", num_layers=4)
+    expected = step(model, inputs)
+    stride = interval + 1 if wider_stride else None
+    installation = simpletuner_segckpt.apply(model, keys(interval, stride))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["transformer_blocks"].segments == installation.report.stacks[0].segments
+
+
+def test_models_of_different_depth_do_not_share_a_plan():
+    plans = []
+    for depth in (6, 3, 7):
+        model, inputs = toy(WithDoor, depth=depth)
+        plans.append(installed(model, inputs, keys(2)).effect["blocks"].segments)
+    assert plans == [
+        (range(0, 2), range(2, 4), range(4, 6)),
+        (range(0, 2), range(2, 3)),
+        (range(0, 2), range(2, 4), range(4, 6), range(6, 7)),
+    ]
+
+
+def test_forward_called_past_the_hooks_is_said_and_right(flux, caplog):
+    model, inputs = flux
+    expected = step(model, inputs)
+    installed(model, inputs)
+    with caplog.at_level(logging.WARNING, "simpletuner_segckpt"):
+        for _ in range(2):
+            assert step(model, inputs, run=model.forward) == expected
+    assert len(caplog.records) == 1 and "past its hooks" in caplog.text
+
+
+def test_autocast_with_its_weight_cache():
+    """A weight cast outside a segment and used inside it, in one autocast context."""
+    model, inputs = model_and_inputs("flux")
+    model.transformer_blocks[2].ff = model.transformer_blocks[0].ff  # shared across segments
+    model.transformer_blocks[3].ff = model.transformer_blocks[0].ff
+
+    def run(**inputs):
+        with torch.no_grad():
+            model(**inputs)
+        return model(**inputs)[0] + model(**inputs)[0]
+
+    expected = step(model, inputs, autocast=True, run=run)
+    installed(model, inputs)
+    assert step(model, inputs, autocast=True, run=run) == expected
