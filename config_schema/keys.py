@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from .spelling import is_unset, one_of, real_number, some_of, switch, whole_number
+from .spelling import (
+    FALSE,
+    TRUE,
+    is_unset,
+    one_of,
+    real_number,
+    some_of,
+    switch,
+    whole_number,
+    word,
+)
 
 PREFIX = "gradient_checkpointing"
 BACKENDS = ("torch", "torch-ffn", "unsloth", "unsloth-ffn")
@@ -36,18 +46,23 @@ def _integer(minimum: int, what: str, description: str, examples: list[int]) -> 
 
 
 def _boolean(description: str, hint: str = "") -> Any:
-    words = "|".join(("true", "false", "yes", "no", "on", "off", "none", "0", "1", "null"))
+    words = "|".join(sorted(TRUE | FALSE | {"null"}))
     schema = {
         "anyOf": [
             {"type": "boolean"},
             {"enum": [0, 1]},
-            {"type": "string", "pattern": rf"^\s*(?i:{words})?\s*$".replace("?i:", "")},
+            {"type": "string", "pattern": rf"^\s*({_any_case(words)})?\s*$"},
             {"type": "null"},
         ],
         "description": description,
         "examples": [True, False],
     }
     return BeforeValidator(switch(hint)), WithJsonSchema(schema)
+
+
+def _any_case(words: str) -> str:
+    """A regular expression for ``words`` in any case; JSON Schema knows no flags."""
+    return "".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in words)
 
 
 class _Keys(BaseModel):
@@ -182,15 +197,15 @@ class CheckpointingConfig(_Keys):
 class TrainerKeys(_Keys):
     """The trainer's own keys that name the model or force per-block."""
 
-    model_family: Annotated[str | None, BeforeValidator(_lower := lambda v: _word(v))] = None
-    model_flavour: Annotated[str | None, BeforeValidator(_lower)] = None
+    model_family: Annotated[str | None, BeforeValidator(word)] = None
+    model_flavour: Annotated[str | None, BeforeValidator(word)] = None
     musubi_blocks_to_swap: Annotated[int, BeforeValidator(whole_number(0, "blocks to swap"))] = 0
     crepa_enabled: Annotated[bool, BeforeValidator(switch())] = False
     layersync_enabled: Annotated[bool, BeforeValidator(switch())] = False
     layersync_lambda: Annotated[float, BeforeValidator(real_number)] = 0.2
     internal_guidance_enabled: Annotated[bool, BeforeValidator(switch())] = False
     nextlat_enabled: Annotated[bool, BeforeValidator(switch())] = False
-    distillation_method: Annotated[str | None, BeforeValidator(_lower)] = None
+    distillation_method: Annotated[str | None, BeforeValidator(word)] = None
     tread_config: Any = None
     diffusion_blocks_config: Any = None
     controlnet: Annotated[bool, BeforeValidator(switch())] = False
@@ -199,10 +214,6 @@ class TrainerKeys(_Keys):
     ] = 0
     fsdp_enable: Annotated[bool, BeforeValidator(switch())] = False
     fsdp_activation_checkpointing: Annotated[bool, BeforeValidator(switch())] = False
-
-
-def _word(value: Any) -> Any:
-    return value.strip().lower() if isinstance(value, str) else value
 
 
 def _aliases(model: type[BaseModel]) -> tuple[str, ...]:

@@ -140,3 +140,14 @@ def some_of(choices: Iterable[str]) -> Callable[[Any], tuple[str, ...] | None]:
         return tuple(dict.fromkeys(word for word in words if word))
 
     return parse
+
+
+def word(value: Any) -> str | None:
+    """A name in lower case, without space around it."""
+    if is_unset(value):
+        return None
+    if not isinstance(value, str):
+        raise PydanticCustomError(
+            "wrong-type", "is {found}; write a name in quotes", {"found": describe(value)}
+        )
+    return value.strip().lower()

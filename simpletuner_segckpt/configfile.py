@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .config_schema import describe
 from .findings import Finding
 
 Place = tuple[int, int]  # line and column, from 1
@@ -88,8 +89,8 @@ def _read_json(text: str, file: ConfigFile) -> None:
     decoder = json.JSONDecoder(parse_int=_integer)
     try:
         if text.lstrip()[0] != "{":
-            kind = type(decoder.decode(text)).__name__
-            message = f"holds a {kind}, not an object; write the keys between {{ and }}"
+            found = describe(decoder.decode(text))
+            message = f"holds {found}, not an object; write the keys between {{ and }}"
             file.findings.append(Finding("not-an-object", message, file=file.name, line=1, column=1))
             return
         for key, value, offset in _json_members(text, decoder):

@@ -77,7 +77,6 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     trainer = _validated(TrainerKeys, file, values, findings)
     if checkpointing is not None:
         _warn(checkpointing, file, values, findings)
-    findings.sort(key=lambda finding: (finding.line, finding.column))
     failed = any(finding.severity == "error" for finding in findings)
     if failed or checkpointing is None or trainer is None:
         return None, findings

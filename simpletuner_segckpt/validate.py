@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_schema import word
 from .configfile import ConfigFile, read_config_file
 from .errors import FamilyError, UnknownFamily
 from .family import Family
@@ -28,14 +29,17 @@ class UsageError(Exception):
     """The command line cannot be carried out."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checked:
     """One checked file: its findings, and the report when nothing forbids one."""
 
     file: str
-    findings: Sequence[Finding]
+    findings: list[Finding]
     report: Report | None = None
     notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.findings.sort(key=lambda finding: (finding.line, finding.column))
 
     @property
     def exit_code(self) -> int:
@@ -58,20 +62,21 @@ def check_file(
     from the published size of the file's ``model_flavour``.
     """
     settings, findings = check_settings(file)
+    key = written(file, "model_family")
+    value = file.values.get(key)
+    name = family or (word(value) if isinstance(value, str) else None)
+    flavour = settings.trainer.model_flavour if settings else None
+    try:
+        found = registry.find(name, flavour) if name else None
+    except UnknownFamily as error:
+        near = f"; did you mean {error.nearest}?" if error.nearest else ""
+        message = f"is {error.name}, which no family file describes{near}"
+        findings.append(file.finding("unknown-family", message, key))
+        return Checked(file.name, findings)
     if settings is None:
         return Checked(file.name, findings)
     for key, message in unsupported_options(settings.checkpointing).items():
         findings.append(file.finding("unsupported-option", message, written(file, key)))
-    name = family or settings.trainer.model_family
-    flavour = settings.trainer.model_flavour
-    try:
-        found = registry.find(name, flavour) if name else None
-    except UnknownFamily as error:
-        hint = f"; did you mean `{error.nearest}`?" if error.nearest else ""
-        known = ", ".join(registry.names())
-        message = f"is {error.name}, which no family file describes{hint} Known: {known}"
-        findings.append(file.finding("unknown-family", message, written(file, "model_family")))
-        return Checked(file.name, findings)
     if found is None and model_config:
         found = registry.for_class_name(str(model_config.get("_class_name")))
     if found is None:
@@ -167,9 +172,14 @@ def print_text(checked: Sequence[Checked]) -> None:
     findings = [finding for result in checked for finding in result.findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if findings:
-        console.print(f"{errors} errors, {len(findings) - errors} warnings")
+        warnings = len(findings) - errors
+        console.print(f"{_count(errors, 'error')}, {_count(warnings, 'warning')}")
     else:
         console.print("All keys are right.")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def print_json(checked: Sequence[Checked]) -> None:

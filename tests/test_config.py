@@ -1,0 +1,230 @@
+"""The spellings that trainers' files really contain, each with the value it means."""
+
+import argparse
+import json
+
+import jsonschema
+import pytest
+
+from simpletuner_segckpt import CheckpointingConfig, ConfigError
+from simpletuner_segckpt.config_schema.generate import SCHEMA_FILE, json_schema, render
+from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS
+from simpletuner_segckpt.settings import load_settings
+
+ON = "gradient_checkpointing"
+INTERVAL = "gradient_checkpointing_interval"
+STRIDE = "gradient_checkpointing_segment_stride"
+OFFLOAD = "gradient_checkpointing_offload_attention"
+PREFETCH = "gradient_checkpointing_offload_prefetch"
+BUCKETS = "gradient_checkpointing_offload_pin_memory_max_buckets"
+KEEP = "gradient_checkpointing_keep"
+KEEP_LAST = "gradient_checkpointing_keep_last"
+BACKEND = "gradient_checkpointing_backend"
+
+
+def read(config):
+    return load_settings(config).checkpointing
+
+
+def codes(config):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(config)
+    return [finding.code for finding in caught.value.findings]
+
+
+def test_defaults():
+    assert read({}) == CheckpointingConfig() == CheckpointingConfig.model_validate({})
+    assert CheckpointingConfig().model_dump(by_alias=True) == {
+        ON: True,
+        BACKEND: "torch",
+        INTERVAL: 1,
+        STRIDE: None,
+        OFFLOAD: False,
+        BUCKETS: 12,
+        PREFETCH: False,
+        KEEP: (),
+        KEEP_LAST: 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "off", [False, "false", "False", "FALSE", "off", "no", "none", "None", "0", 0, " off "]
+)
+def test_off(off):
+    assert read({ON: off}).enabled is False
+
+
+@pytest.mark.parametrize("on", [True, "true", "True", "yes", "on", "1", 1, "", None, "null"])
+def test_on_or_unset(on):
+    assert read({ON: on}).enabled is True
+
+
+def test_words_that_are_no_switch():
+    assert codes({ON: "yes please"}) == ["SEG203"]
+    with pytest.raises(ConfigError, match="gradient_checkpointing_backend"):
+        load_settings({ON: "unsloth"})
+    assert codes({ON: 2}) == codes({ON: [True]}) == ["SEG203"]
+
+
+@pytest.mark.parametrize("key", [INTERVAL, STRIDE, BUCKETS, KEEP_LAST])
+@pytest.mark.parametrize("spelling", [7, "7", " 7 ", "7.0", 7.0, "+7"])
+def test_whole_numbers(key, spelling):
+    assert read({key: spelling}).model_dump(by_alias=True)[key] == 7
+
+
+@pytest.mark.parametrize("key", [INTERVAL, STRIDE, BUCKETS, KEEP_LAST, BACKEND, KEEP, OFFLOAD])
+@pytest.mark.parametrize("unset", ["", None, "None", "none", "null", "  "])
+def test_unset(key, unset):
+    default = CheckpointingConfig().model_dump(by_alias=True)[key]
+    assert read({key: unset}).model_dump(by_alias=True)[key] == default
+
+
+@pytest.mark.parametrize("key", [INTERVAL, STRIDE, BUCKETS, KEEP_LAST])
+@pytest.mark.parametrize("wrong", ["abc", 2.5, "2.5", True, [2], {}, float("nan"), float("inf")])
+def test_no_whole_numbers(key, wrong):
+    assert codes({key: wrong}) == ["SEG203"]
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [(INTERVAL, 0), (INTERVAL, -2), (STRIDE, 0), (BUCKETS, -1), (KEEP_LAST, "-1"), (BUCKETS, 1e10)],
+)
+def test_out_of_range(key, wrong):
+    assert codes({key: wrong}) == ["SEG204"]
+
+
+def test_buckets_zero_is_allowed():
+    assert read({BUCKETS: 0, OFFLOAD: True}).pin_memory_max_buckets == 0
+
+
+def test_keep():
+    assert read({KEEP: "attention"}).keep == ("attention",)
+    assert read({KEEP: ["ffn", "attention", "ffn"]}).keep == ("ffn", "attention")
+    assert read({KEEP: []}).keep == ()
+    assert codes({KEEP: ["mlp"]}) == codes({KEEP: 3}) == ["SEG205"]
+
+
+def test_backend():
+    assert read({BACKEND: "Torch_FFN"}).backend == "torch-ffn"
+    assert codes({BACKEND: "full"}) == codes({BACKEND: True}) == ["SEG205"]
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("gradient_checkpoint_interval", INTERVAL),
+        ("gradient-checkpointing-interval", INTERVAL),
+        ("GRADIENT_CHECKPOINTING_INTERVAL", INTERVAL),
+        ("---gradient_checkpointing", ON),
+        ("gradient_checkpointing_stride", STRIDE),
+        ("gradient_checkpointing_keeplast", KEEP_LAST),
+    ],
+)
+def test_unknown_keys_get_the_nearest_real_one(key, nearest):
+    with pytest.raises(ConfigError, match=f"`{key}` is not a key; did you mean `{nearest}`"):
+        load_settings({key: 2})
+
+
+def test_leading_dashes_and_both_spellings():
+    assert read({"--" + INTERVAL: "3"}).interval == 3
+    assert codes({"--" + INTERVAL: 3, INTERVAL: 2}) == ["SEG202"]
+    assert codes({"--" + INTERVAL: 3, INTERVAL: 3}) == ["SEG202"]
+
+
+def test_pairs():
+    assert codes({INTERVAL: 4, STRIDE: 2}) == ["SEG301"]
+    assert codes({PREFETCH: True}) == ["SEG303"]
+    assert read({INTERVAL: 1, STRIDE: 2}).stride == 2
+    assert read({INTERVAL: 2, STRIDE: 2}).stride == 2
+    warnings = load_settings({STRIDE: 4}).findings
+    assert [(w.code, w.severity) for w in warnings] == [("SEG302", "warning")]
+
+
+def test_what_is_off_stops_nothing():
+    settings = load_settings({ON: False, INTERVAL: 4, STRIDE: 2, BUCKETS: "abc", OFFLOAD: True})
+    assert settings.checkpointing == CheckpointingConfig(enabled=False)
+    assert {f.severity for f in settings.findings} == {"warning"}
+    assert {f.key for f in settings.findings} == {INTERVAL, STRIDE, BUCKETS, OFFLOAD}
+
+
+def test_other_keys_are_left_alone():
+    config = {"learning_rate": "x", "use_gradient_checkpointing": 3, "nan": float("nan"), INTERVAL: 2}
+    before = dict(config)
+    assert read(config).interval == 2
+    assert config == before
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml"])
+def test_a_file_means_what_its_mapping_means(tmp_path, suffix):
+    path = tmp_path / f"config.{suffix}"
+    lines = {
+        "json": json.dumps({"--" + INTERVAL: "2", STRIDE: 4.0, KEEP_LAST: "", "x": {"y": [1]}}),
+        "toml": f'"--{INTERVAL}" = "2"\n{STRIDE} = 4.0\n{KEEP_LAST} = ""\n[x]\ny = [1]\n',
+    }
+    path.write_text(lines[suffix])
+    before = path.read_bytes()
+    for source in (path, str(path)):
+        assert read(source) == CheckpointingConfig(interval=2, stride=4)
+    assert path.read_bytes() == before
+
+
+def test_a_namespace():
+    parsed = argparse.Namespace(lr=1e-4, gradient_checkpointing=True, gradient_checkpointing_interval=2)
+    assert read(parsed).interval == 2
+    empty = argparse.Namespace(gradient_checkpointing_interval=None, gradient_checkpointing=False)
+    assert read(empty) == CheckpointingConfig(enabled=False)
+    assert read(CheckpointingConfig(interval=3)).interval == 3
+    with pytest.raises(TypeError, match="config is a int; pass a path"):
+        load_settings(3)
+
+
+def test_a_condition_of_the_wrong_type():
+    assert codes({"musubi_blocks_to_swap": "all"}) == ["SEG203"]
+    assert codes({"model_family": 3}) == ["SEG203"]
+
+
+def test_the_schema_file_is_current():
+    assert SCHEMA_FILE.read_text("utf-8") == render(), "run python -m simpletuner_segckpt.config_schema"
+
+
+def test_the_schema_describes_every_key():
+    schema = json_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert set(schema["properties"]) == {"$schema", *CHECKPOINTING_KEYS}
+    for key in CHECKPOINTING_KEYS:
+        entry = schema["properties"][key]
+        assert entry["title"] and entry["description"] and entry["examples"], key
+        assert "default" in entry
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"$schema": "segckpt.schema.json", INTERVAL: 2, STRIDE: "4", "other": [1]},
+        {ON: "None", INTERVAL: "", STRIDE: None, KEEP: "attention"},
+        {"--" + INTERVAL: 2, KEEP: ["attention", "ffn"], BUCKETS: 0},
+    ],
+)
+def test_the_schema_accepts_what_is_read(config):
+    jsonschema.validate(config, json_schema())
+    read(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {INTERVAL: 0},
+        {INTERVAL: True},
+        {ON: "yes please"},
+        {BACKEND: "full"},
+        {KEEP: ["mlp"]},
+        {"gradient_checkpointing_intervall": 2},
+        {"--gradient_checkpointing_stride": 2},
+        {BUCKETS: 3.7},
+    ],
+)
+def test_the_schema_refuses_what_is_refused(config):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(config, json_schema())
+    assert codes(config)

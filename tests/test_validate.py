@@ -1,0 +1,337 @@
+"""``segckpt validate``: exact places and codes, three formats, and no traceback whatever comes."""
+
+import io
+import json
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS, TRAINER_KEYS
+from simpletuner_segckpt.findings import CODES, RULES
+from simpletuner_segckpt.validate import FORMATS, main
+
+INTERVAL = "gradient_checkpointing_interval"
+
+
+@pytest.fixture
+def validate(tmp_path, capsys, monkeypatch):
+    """Runs the command on a file with this content; gives exit code and standard output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(content, *options, name="config.json"):
+        if isinstance(content, (dict, list)):
+            content = json.dumps(content)
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        code = main([name, *options])
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return code, out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("content", "finding"),
+    [
+        ("", "config.json:1:1: SEG102 error: is empty"),
+        (" \n ", "config.json:1:1: SEG102 error"),
+        ("[1, 2]", "config.json:1:1: SEG104 error: holds a list"),
+        ("3", "config.json:1:1: SEG104 error: holds 3"),
+        (b"\xef\xbb\xbf{}", "config.json:1:1: SEG101 error: starts with a byte order mark"),
+        ('{"a": 1}'.encode("utf-16"), "config.json:1:1: SEG101 error: byte 0 is not UTF-8"),
+        (b'{\n"a": "\xff"}', "config.json:2:1: SEG101 error: byte 8 is not UTF-8"),
+        ('{\n  "a": 1,\n}', "config.json:3:1: SEG103 error: is not valid JSON"),
+        ('{"a": 1} x', "config.json:1:10: SEG103 error: is not valid JSON: Extra data"),
+        ('{"a" 1}', "config.json:1:6: SEG103 error"),
+        ('{"a": }', "config.json:1:7: SEG103 error"),
+        ('{\n // no\n "a": 1}', "config.json:2:2: SEG103 error"),
+        ("{'a': 1}", "config.json:1:2: SEG103 error"),
+        ('{"a": 1', "config.json:1:8: SEG103 error"),
+        ("[" * 100_000, "SEG103 error: is nested too deeply"),
+        ('{"a": ' + "[" * 100_000, "SEG103 error: is nested too deeply"),
+        (
+            f'{{"{INTERVAL}": 2,\n "x": 1, "{INTERVAL}": 4}}',
+            f"config.json:2:10: SEG105 error: `{INTERVAL}` is already given in line 1",
+        ),
+        (f'{{"{INTERVAL}": NaN}}', f"config.json:1:2: SEG203 error: `{INTERVAL}` is nan"),
+        (f'{{"{INTERVAL}": 1e999}}', f"config.json:1:2: SEG203 error: `{INTERVAL}` is inf"),
+        (f'{{"{INTERVAL}": {"9" * 5000}}}', f"config.json:1:2: SEG203 error: `{INTERVAL}`"),
+        (f'{{"{INTERVAL}": {10**15}}}', f"SEG204 error: `{INTERVAL}` is a huge number"),
+        (f'{{"a": 1,\n\t"{INTERVAL}": true}}', f"config.json:2:2: SEG203 error: `{INTERVAL}` is true"),
+        (
+            {INTERVAL: 4, "gradient_checkpointing_segment_stride": 2},
+            "config.json:1:40: SEG301 error: `gradient_checkpointing_segment_stride` is 2 but",
+        ),
+        ({"gradient_checkpointing_segment_stride": 2}, "config.json:1:2: SEG302 warning"),
+        ({"gradient_checkpointing_offload_prefetch": True}, "config.json:1:2: SEG303 error"),
+        ({"gradient_checkpointing": False, INTERVAL: 2}, "config.json:1:35: SEG304 warning"),
+        ({"model_family": "fluxx"}, "config.json:1:2: SEG401 error: `model_family` is fluxx, "
+         "which no family file describes; did you mean flux"),
+        ({"gradient_checkpoint": True}, "did you mean `gradient_checkpointing`?"),
+        ({"gradient_checkpointing_keep": "attention"}, "config.json:1:2: SEG402 error"),
+    ],
+)
+def test_findings(validate, content, finding):
+    code, out = validate(content)
+    assert finding in out
+    assert code == (0 if finding.endswith("warning") else 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "finding"),
+    [
+        (f"a = 1\n{INTERVAL} = 0 # no\n", f"config.toml:2:1: SEG204 error: `{INTERVAL}` is 0"),
+        (
+            f'# c\n\na = """\n{INTERVAL} = 1\n"""\nb = [\n1,\n2]\n  "--{INTERVAL}" = true\n[t]\nx = 1\n',
+            f"config.toml:9:3: SEG203 error: `--{INTERVAL}` is true",
+        ),
+        ("a = 1\nb = \n", "config.toml:2:"),
+        ("a = 1\na = 2\n", "SEG103 error: is not valid TOML"),
+        ("a = " + "[" * 5000, "SEG103 error: is not valid TOML"),
+    ],
+)
+def test_toml(validate, content, finding):
+    code, out = validate(content, name="config.toml")
+    assert code == 1 and finding in out
+
+
+def test_all_findings_of_a_file_are_shown_in_order(validate):
+    code, out = validate(
+        '{\n"model_family": "wam",\n"gradient_checkpointing_backend": "x",\n'
+        f'"{INTERVAL}": 0,\n"gradient_checkpointing_foo": 1\n}}'
+    )
+    assert [line.split()[1] for line in out.splitlines()[:-1]] == ["SEG401", "SEG205", "SEG204", "SEG201"]
+    assert code == 1 and out.endswith("4 errors, 0 warnings\n")
+
+
+def test_schedule_of_a_valid_config(validate):
+    config = {
+        "model_family": "sd3",
+        "model_flavour": "medium",
+        INTERVAL: 2,
+        "gradient_checkpointing_segment_stride": 4,
+        "gradient_checkpointing_keep_last": 1,
+    }
+    code, out = validate(config, "--blocks", "transformer_blocks=9")
+    assert code == 0
+    assert "transformer_blocks: 9 blocks, segmented" in out
+    assert "[0 1] 2 3 [4 5] 6 7 8\n" in out
+    assert "4 recomputed in 2 checkpoint calls, 5 kept" in out
+    _, out = validate(config)
+    assert "24 blocks, segmented" in out and "published size medium" in out
+
+
+def test_the_reason_for_per_block(validate):
+    code, out = validate({"model_family": "wan", INTERVAL: 2, "musubi_blocks_to_swap": "4"})
+    assert code == 0
+    assert "strategy per-block" in out
+    assert "because of musubi_blocks_to_swap: block swapping" in out
+    _, out = validate({"model_family": "wan"})
+    assert f"per-block ({INTERVAL} is 1)" in out
+    _, out = validate({"model_family": "wan", "gradient_checkpointing": "none"})
+    assert "strategy off" in out and "none recomputed" in out
+
+
+def test_notes_on_cost(validate):
+    _, out = validate({"model_family": "wan", INTERVAL: 2})
+    assert "wider segments save no time" in out
+    _, out = validate({"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_segment_stride": 4})
+    assert "wider segments" not in out
+    _, out = validate({"model_family": "wan", INTERVAL: 100})
+    assert "interval of 100 is more than the 30 blocks of blocks" in out
+
+
+@pytest.mark.parametrize("place", ["", "transformer"])
+def test_blocks_from_a_model_folder(validate, tmp_path, place):
+    folder = tmp_path / "model" / place
+    folder.mkdir(parents=True)
+    config = {"_class_name": "WanTransformer3DModel", "num_layers": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    code, out = validate({INTERVAL: 3}, "--model", str(tmp_path / "model"))
+    assert code == 0 and "[0 1 2] [3 4 5] [6]" in out and "family wan" in out
+
+
+def test_flavours_pick_the_class(validate):
+    _, out = validate({"model_family": "qwen_image"})
+    assert "32 blocks" in out  # 2.1 is the trainer's default
+    _, out = validate({"model_family": "qwen_image", "model_flavour": "v1.0"})
+    assert "60 blocks" in out
+
+
+def test_json_output(validate):
+    code, out = validate({"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_foo": 1},
+                         "--output-format", "json")
+    [document] = json.loads(out)["files"]
+    assert code == 1 and document["report"] is None
+    assert document["findings"] == [
+        {
+            "code": "SEG201",
+            "rule": "unknown-key",
+            "message": document["findings"][0]["message"],
+            "key": "gradient_checkpointing_foo",
+            "file": "config.json",
+            "line": 1,
+            "column": 63,
+            "severity": "error",
+        }
+    ]
+    code, out = validate({"model_family": "wan", INTERVAL: 2}, "--output-format", "json")
+    [document] = json.loads(out)["files"]
+    [stack] = document["report"]["stacks"]
+    assert stack["segments"] == [[b, b + 1] for b in range(0, 30, 2)] and stack["gap"] == []
+
+
+def test_github_output(validate):
+    _, out = validate(f'{{\n"{INTERVAL}": "50%"}}', "--output-format", "github")
+    assert out.startswith(f"::error file=config.json,line=2,col=1,title=SEG203::`{INTERVAL}` is \"50%25\"")
+
+
+def test_several_files_and_standard_input(validate, capsys, monkeypatch):
+    assert validate({INTERVAL: 2})[0] == 0
+    assert main(["config.json", "config.json"]) == 0
+    assert main(["config.json", "missing.json"]) == 2
+    assert "missing.json: SEG001 error: No such file" in capsys.readouterr().out
+    assert main(["."]) == 2
+    for text, line in ((f'{{"{INTERVAL}": 0}}', "<stdin>:1:2"), (f"{INTERVAL} = 0", "<stdin>:1:1")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert main(["-"]) == 1
+        assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--family", "fluxx"],
+        ["--model", "nowhere"],
+        ["--blocks", "blocks"],
+        ["--blocks", "blocks=0"],
+        ["--families", "nowhere"],
+        ["--family", "wan", "--blocks", "layers=3"],
+    ],
+)
+def test_a_command_line_that_cannot_run(validate, capsys, options):
+    assert validate({INTERVAL: 2}, *options)[0] == 2
+
+
+def test_every_rule_is_listed_and_used():
+    assert len(CODES) == len(RULES)
+    source = "".join(
+        path.read_text() for folder in ("simpletuner_segckpt", "config_schema")
+        for path in (Path(__file__).parents[1] / folder).glob("*.py")
+    )
+    assert [name for name in CODES if f'"{name}"' not in source.replace("RULES = {", "", 1)] == []
+
+
+def test_no_torch_and_friends(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_family": "flux", INTERVAL: 2}))
+    script = (
+        "import sys; from simpletuner_segckpt.validate import main; code = main(sys.argv[1:]);"
+        "found = {'torch', 'diffusers', 'transformers', 'peft', 'accelerate'} & set(sys.modules);"
+        "sys.exit(repr(found) if found else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, config], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_module_and_console_script(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_family": "flux", INTERVAL: 2}))
+    scripts = Path(sys.executable).parent
+    outputs = [
+        subprocess.run([*command, config], capture_output=True, text=True, check=True).stdout
+        for command in (
+            [sys.executable, "-m", "simpletuner_segckpt.validate"],
+            [scripts / "segckpt", "validate"],
+        )
+    ]
+    assert outputs[0] == outputs[1] != ""
+    assert subprocess.run([scripts / "segckpt", "nonsense"], capture_output=True).returncode == 2
+
+
+# Whatever bytes stand in the file.
+
+spellings = st.sampled_from(
+    [
+        *CHECKPOINTING_KEYS,
+        *TRAINER_KEYS,
+        *("--" + key for key in CHECKPOINTING_KEYS),
+        *(key.upper().replace("_", "-") for key in CHECKPOINTING_KEYS),
+        "gradient_checkpointing\x1b[31m",
+        "gradient_checkpointing_\ud800",
+        "$schema",
+    ]
+)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+    | st.sampled_from(["None", "true", "2", " 2 ", "2.0", "1e3", "torch", "flux", "wan", "off", "\ud800"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+configs = st.dictionaries(spellings | st.text(max_size=30), values, max_size=8)
+fuzz = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def check_any(capsys, tmp_path, data, name, output_format):
+    path = tmp_path / name
+    path.write_bytes(data)
+    code = main([str(path), "--output-format", output_format])
+    out, err = capsys.readouterr()
+    assert code in (0, 1, 2) and err == ""
+    assert path.read_bytes() == data
+    if output_format == "json":
+        [document] = json.loads(out)["files"]
+        errors = [f for f in document["findings"] if f["severity"] == "error"]
+        assert bool(errors) == (code == 1)
+    else:
+        assert all(character.isprintable() or character == "\n" for character in out)
+
+
+@fuzz
+@given(configs, st.sampled_from(FORMATS))
+def test_any_keys_and_values(capsys, tmp_path, config, output_format):
+    check_any(capsys, tmp_path, json.dumps(config).encode(), "c.json", output_format)
+
+
+@fuzz
+@given(st.binary(max_size=60), st.sampled_from(["c.json", "c.toml"]), st.sampled_from(FORMATS))
+def test_any_bytes(capsys, tmp_path, data, name, output_format):
+    check_any(capsys, tmp_path, data, name, output_format)
+
+
+@fuzz
+@given(configs, st.data(), st.sampled_from(FORMATS))
+def test_broken_json(capsys, tmp_path, config, data, output_format):
+    text = bytearray(json.dumps(config, indent=1).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        if text:
+            where = data.draw(st.integers(0, len(text) - 1))
+            text[where : where + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=2))
+    check_any(capsys, tmp_path, bytes(text), "c.json", output_format)
+
+
+@fuzz
+@given(
+    st.lists(
+        st.tuples(
+            spellings | st.text(string.ascii_letters, min_size=1),
+            st.sampled_from(['"2"', "2", "true", "nan", "[1", "1979-05-27", "{a=1}", "'x'", '"""'])
+            | st.text(max_size=8),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from(FORMATS),
+)
+def test_any_toml(capsys, tmp_path, members, output_format):
+    text = "\n".join(f"{key} = {value}" for key, value in members)
+    check_any(capsys, tmp_path, text.encode(errors="replace"), "c.toml", output_format)
