@@ -110,7 +110,7 @@ def model_conditions(path: str, blocks: Iterable["torch.nn.Module"]) -> list[Con
     return []
 
 
-def _foreign_hook(block: "torch.nn.Module") -> str | None:
+def _foreign_hook(block: Any) -> str | None:
     for kind, hooks in (
         ("forward pre-hook", block._forward_pre_hooks),
         ("forward hook", block._forward_hooks),
@@ -125,6 +125,5 @@ def _foreign_hook(block: "torch.nn.Module") -> str | None:
     if "_hf_hook" in block.__dict__:
         return f"accelerate hook {type(block._hf_hook).__name__}"
     if "_diffusers_hook" in block.__dict__:
-        hooks = ", ".join(block._diffusers_hook.hooks)  # type: ignore[union-attr]
-        return f"diffusers hook {hooks}"
+        return f"diffusers hook {', '.join(block._diffusers_hook.hooks)}"
     return None

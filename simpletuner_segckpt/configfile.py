@@ -75,7 +75,9 @@ def parse_config(data: bytes, name: str) -> ConfigFile:
         return file
     if not text.strip():
         file.findings.append(
-            Finding("empty-file", "is empty; write at least {} into it", file=name, line=1, column=1)
+            Finding(
+                "empty-file", "is empty; write at least {} into it", file=name, line=1, column=1
+            )
         )
         return file
     toml = name.lower().endswith(".toml") or (
@@ -91,7 +93,9 @@ def _read_json(text: str, file: ConfigFile) -> None:
         if text.lstrip()[0] != "{":
             found = describe(decoder.decode(text))
             message = f"holds {found}, not an object; write the keys between {{ and }}"
-            file.findings.append(Finding("not-an-object", message, file=file.name, line=1, column=1))
+            file.findings.append(
+                Finding("not-an-object", message, file=file.name, line=1, column=1)
+            )
             return
         for key, value, offset in _json_members(text, decoder):
             place = _place(text, offset)
@@ -174,7 +178,9 @@ def _read_toml(text: str, file: ConfigFile) -> None:
         if key is None:
             offset += len(item.as_string())
             continue
-        if not hasattr(item, "trivia") or isinstance(item, (tomlkit.items.Table, tomlkit.items.AoT)):
+        if not hasattr(item, "trivia") or isinstance(
+            item, (tomlkit.items.Table, tomlkit.items.AoT)
+        ):
             break  # no top-level key can follow a table
         trivia = item.trivia
         file.places[key.key] = _place(text, offset + len(trivia.indent))

@@ -24,6 +24,7 @@ from .conditions import CALL_CONDITIONS, call_conditions, model_conditions
 from .links import Handed, plain_tree
 from .report import Condition, Effect, StackReport
 from .segments import Boundary, Forward, RecordingRun, SegmentedRun, StackRun
+from .stacks import blocks_of
 
 logger = logging.getLogger("simpletuner_segckpt")
 
@@ -129,7 +130,7 @@ class Door:
     def _run(
         self, module: Module, stack: StackReport, conditions: list[Condition], shape: CallShape
     ) -> StackRun:
-        blocks = list(module.get_submodule(stack.path))
+        blocks = blocks_of(module, stack.path)
         if len(blocks) != stack.blocks:
             self._say(
                 logging.WARNING,

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-import torch
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
-from torch.nn import Module, ModuleList
+from torch.nn import Module
 
-from .door import Door, is_stock_function, logger
+from .door import Door, logger
 from .errors import ConfigError, UnsupportedModel
 from .family import Family
 from .findings import Finding
@@ -17,6 +16,7 @@ from .planning import make_report, unsupported_options
 from .registry import FamilyRegistry
 from .report import Condition, Effect, Report
 from .settings import ConfigSource, Settings, load_settings
+from .stacks import block_list, blocks_of, candidate_stacks
 from .view import put_view, take_view
 
 
@@ -85,14 +85,14 @@ def remove(model: Module) -> None:
 
     Checkpointing is switched on or off as it was before ``apply``.
     """
-    base = unwrap(model)
+    base: Any = unwrap(model)
     door = _door_of(base)
     if door is None:
         return
     for handle in door.handles:
         handle.remove()
     for stack in door.stacks:
-        take_view(base.get_submodule(stack.path))
+        take_view(base, stack.path)
     if any(enabled and function is None for enabled, function in door.before.values()):
         base.enable_gradient_checkpointing()  # a copy: its stock function cannot be copied
     for name, (enabled, function) in door.before.items():
@@ -106,22 +106,6 @@ def unwrap(model: Module) -> Module:
     """The model itself inside DDP, FSDP, ``torch.compile`` and PEFT wrappers."""
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
-
-
-def candidate_stacks(model: Module) -> dict[str, int]:
-    """Path and length of every outermost list of two or more equal blocks in ``model``.
-
-    A block is a module with modules of its own; all blocks of a stack have one class.
-    """
-    found: dict[str, int] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
-            continue
-        blocks = list(module)
-        classes = {type(block) for block in blocks}
-        if len(blocks) >= 2 and len(classes) == 1 and any(blocks[0].children()):
-            found[path] = len(blocks)
-    return found
 
 
 def _find_family(
@@ -149,9 +133,7 @@ def _find_family(
     return found
 
 
-def _stacks_of(
-    base: Module, family: Family | None
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Blocks per stack, and the lists of blocks that are left out, each with the reason."""
     candidates = candidate_stacks(base)
     if family is None:
@@ -159,7 +141,7 @@ def _stacks_of(
     stacks = {}
     left_out = []
     for stack in family.stacks:
-        blocks = _list_at(base, stack.path)
+        blocks = block_list(base, stack.path)
         if blocks is not None:
             stacks[stack.path] = len(blocks)
         elif not stack.optional:
@@ -173,17 +155,7 @@ def _stacks_of(
     return stacks, left_out
 
 
-def _list_at(base: Module, path: str) -> ModuleList | None:
-    try:
-        found = base.get_submodule(path)
-    except AttributeError:
-        return None
-    return found if isinstance(found, ModuleList) else None
-
-
-def _install(
-    base: Module, report: Report, family: Family | None, settings: Settings
-) -> Door:
+def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:
     gates = {name: m for name, m in base.named_modules() if hasattr(m, "gradient_checkpointing")}
     off = next((str(c) for c in report.conditions if c.off), "")
     door = Door(
@@ -202,7 +174,7 @@ def _install(
         for name, gate in gates.items()
     }
     for stack in report.stacks:
-        blocks = list(base.get_submodule(stack.path))
+        blocks = blocks_of(base, stack.path)
         door.gap_blocks += [blocks[index] for index in stack.gap]
     if off:
         for gate in gates.values():
@@ -212,7 +184,7 @@ def _install(
         base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
     else:
         for stack in report.stacks:
-            put_view(base.get_submodule(stack.path), door)
+            put_view(base, stack.path, door)
     door.handles = [
         base.register_forward_pre_hook(door.open, with_kwargs=True),
         base.register_forward_hook(door.close, always_call=True),

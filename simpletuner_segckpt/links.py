@@ -86,7 +86,7 @@ class Handed(torch.Tensor):
         return handed
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         handed = [leaf for leaf in leaves if isinstance(leaf, Handed)]
         plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)

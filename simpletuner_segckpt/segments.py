@@ -15,14 +15,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from .backends import Checkpoint
 from .links import Arguments, Handed, Link, argument_name, hand_out, plain_tree, read
-from .report import Condition, Effect, StackEffect, Unit
+from .report import Condition, Effect, StackEffect, Strategy, Unit
 from .schedule import Schedule
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
@@ -40,7 +40,7 @@ class SegmentBroken(RuntimeError):
 class StackRun:
     """One stack during one training forward: every covered block checkpointed alone."""
 
-    strategy = "per-block"
+    strategy: Strategy = "per-block"
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class SegmentedRun(StackRun):
     ``on_broken`` is told, before :class:`SegmentBroken` is raised, why segments are wrong.
     """
 
-    strategy = "segmented"
+    strategy: Strategy = "segmented"
 
     def __init__(
         self,
@@ -216,7 +216,8 @@ class SegmentedRun(StackRun):
     def _lead(self, segment: range, args: tuple, kwargs: dict) -> Any:
         arguments = Arguments(args, kwargs)
         blocks = self.blocks[segment.start : segment.stop]
-        links = self.boundaries[segment.start : segment.stop - 1]
+        # The schedule was cut wherever a boundary is no link.
+        links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
         segment_call = partial(run_segment, blocks, links, arguments.spec)
         result = self.checkpoint(segment_call, *arguments.leaves)
         self.units.append(Unit(segment, True))
@@ -239,9 +240,7 @@ class SegmentedRun(StackRun):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != open_.arguments.spec:
             self._break(f"block {index} is called with other arguments than block {index - 1}")
-        link = self.boundaries[index - 1]
-        assert isinstance(link, Link)
-        sources = dict(link.carried)
+        sources = dict(cast("Link", self.boundaries[index - 1]).carried)
         for i, leaf in enumerate(leaves):
             if i in sources:
                 unchanged = leaf is open_.handed_leaves[sources[i]]

@@ -188,7 +188,8 @@ def print_json(checked: Sequence[Checked]) -> None:
         {
             "file": result.file,
             "findings": [
-                {"code": f.code, "rule": f.rule} | {k: v for k, v in asdict(f).items() if k != "rule"}
+                {"code": f.code, "rule": f.rule}
+                | {k: v for k, v in asdict(f).items() if k != "rule"}
                 for f in result.findings
             ],
             "report": result.report and report_document(result.report),

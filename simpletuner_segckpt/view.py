@@ -12,6 +12,8 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from .door import Door
+from .errors import UnsupportedModel
+from .stacks import block_list
 
 
 class Turn:
@@ -30,8 +32,8 @@ class Turn:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._block, name, value)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # loops ask isinstance
         return type(self._block)
 
 
@@ -47,7 +49,11 @@ class BlockView(ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if not self._active():
             # A slice is an ordinary list: only the whole stack is scheduled.
-            return ModuleList(list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+            return (
+                ModuleList(list(self)[index])
+                if isinstance(index, slice)
+                else super().__getitem__(index)
+            )
         if isinstance(index, slice):
             return [self._turn(block) for block in list(super().__iter__())[index]]
         return self._turn(super().__getitem__(index))
@@ -59,16 +65,22 @@ class BlockView(ModuleList):
         return Turn(block, self._segckpt_door)
 
 
-def put_view(blocks: ModuleList, door: Door) -> None:
-    """Make ``blocks`` a view. Raises ``TypeError`` for a list with behaviour of its own."""
+def put_view(model: Module, path: str, door: Door) -> None:
+    """Make the list at ``path`` a view. Raises ``UnsupportedModel`` for one with a class of
+    its own, whose behaviour a view would replace.
+    """
+    blocks = block_list(model, path)
     if type(blocks) is not ModuleList:
-        raise TypeError(f"{type(blocks).__name__} is not a plain nn.ModuleList")
-    blocks.__class__ = BlockView
-    blocks._segckpt_door = door
+        raise UnsupportedModel(f"{path} is a {type(blocks).__name__}, not a plain nn.ModuleList")
+    view: Any = blocks
+    view.__class__ = BlockView
+    view._segckpt_door = door
 
 
-def take_view(blocks: Module) -> None:
-    """Make a view the plain list it was; anything else stays as it is."""
+def take_view(model: Module, path: str) -> None:
+    """Make the view at ``path`` the plain list it was; anything else stays as it is."""
+    blocks = block_list(model, path)
     if isinstance(blocks, BlockView):
-        del blocks._segckpt_door
-        blocks.__class__ = ModuleList
+        view: Any = blocks
+        del view._segckpt_door
+        view.__class__ = ModuleList

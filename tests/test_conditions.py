@@ -51,11 +51,13 @@ def test_controlnet_residuals_of_one_stack(argument, stack, keep_last, caplog):
                 assert step(model, with_residuals) == expected
             check_calls(calls, schedules)
     effect = installation.effect
-    assert effect[stack].strategy == "per-block" and "residual" in effect[stack].reason
+    assert effect[stack].strategy == "per-block"
+    assert "residual" in effect[stack].reason
     [condition] = effect.conditions
     assert (condition.name, condition.where, condition.stacks) == (argument, "call", (stack,))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert argument in caplog.text and stack in caplog.text
+    assert argument in caplog.text
+    assert stack in caplog.text
     other = next(path for path in STACKS if path != stack)
     assert effect[other].segments == schedules[other].segments
     # The next plain forwards are segmented again.
@@ -96,7 +98,8 @@ def test_a_kv_cache_that_identity_cannot_see():
     for _ in range(2):
         assert step(model, flux2_cache(inputs, model)) == cached
         for stack in installation.effect.stacks:
-            assert stack.strategy == "per-block" and "cache" in stack.reason
+            assert stack.strategy == "per-block"
+            assert "cache" in stack.reason
     for _ in range(2):
         step(model, inputs)
     assert {stack.strategy for stack in installation.effect.stacks} == {"segmented"}
@@ -130,7 +133,8 @@ def test_a_hook_that_captures_a_hidden_state(keep_last, caplog):
                 assert step(model, inputs, run=loss_with_capture) == expected
             check_calls(calls, schedule)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "forward hook" in caplog.text and "capture" in caplog.text
+    assert "forward hook" in caplog.text
+    assert "capture" in caplog.text
     handle.remove()
     for _ in range(2):
         assert step(model, inputs) == plain
@@ -170,10 +174,13 @@ class BlockSwapper:
 def test_block_swapping_by_hooks(interval, backward, first):
     """Exact per-block, destroyed by wider segments: found also when it comes after apply."""
     model, inputs = model_and_inputs("flux")
-    model, inputs = model.double(), {
-        k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
-        for k, v in inputs.items()
-    }
+    model, inputs = (
+        model.double(),
+        {
+            k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in inputs.items()
+        },
+    )
     expected = step(model, inputs)
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     # A backward hook changes the order in which autograd adds gradients up, by itself.

@@ -5,10 +5,10 @@ import json
 
 import jsonschema
 import pytest
-
-from simpletuner_segckpt import CheckpointingConfig, ConfigError
 from simpletuner_segckpt.config_schema.generate import SCHEMA_FILE, json_schema, render
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS
+
+from simpletuner_segckpt import CheckpointingConfig, ConfigError
 from simpletuner_segckpt.settings import load_settings
 
 ON = "gradient_checkpointing"
@@ -148,7 +148,12 @@ def test_what_is_off_stops_nothing():
 
 
 def test_other_keys_are_left_alone():
-    config = {"learning_rate": "x", "use_gradient_checkpointing": 3, "nan": float("nan"), INTERVAL: 2}
+    config = {
+        "learning_rate": "x",
+        "use_gradient_checkpointing": 3,
+        "nan": float("nan"),
+        INTERVAL: 2,
+    }
     before = dict(config)
     assert read(config).interval == 2
     assert config == before
@@ -169,7 +174,9 @@ def test_a_file_means_what_its_mapping_means(tmp_path, suffix):
 
 
 def test_a_namespace():
-    parsed = argparse.Namespace(lr=1e-4, gradient_checkpointing=True, gradient_checkpointing_interval=2)
+    parsed = argparse.Namespace(
+        lr=1e-4, gradient_checkpointing=True, gradient_checkpointing_interval=2
+    )
     assert read(parsed).interval == 2
     empty = argparse.Namespace(gradient_checkpointing_interval=None, gradient_checkpointing=False)
     assert read(empty) == CheckpointingConfig(enabled=False)
@@ -184,7 +191,9 @@ def test_a_condition_of_the_wrong_type():
 
 
 def test_the_schema_file_is_current():
-    assert SCHEMA_FILE.read_text("utf-8") == render(), "run python -m simpletuner_segckpt.config_schema"
+    assert SCHEMA_FILE.read_text("utf-8") == render(), (
+        "run python -m simpletuner_segckpt.config_schema"
+    )
 
 
 def test_the_schema_describes_every_key():
@@ -193,7 +202,7 @@ def test_the_schema_describes_every_key():
     assert set(schema["properties"]) == {"$schema", *CHECKPOINTING_KEYS}
     for key in CHECKPOINTING_KEYS:
         entry = schema["properties"][key]
-        assert entry["title"] and entry["description"] and entry["examples"], key
+        assert all(entry[part] for part in ("title", "description", "examples")), key
         assert "default" in entry
 
 

@@ -39,7 +39,7 @@ def reference(request, trained):
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
 @pytest.mark.parametrize(("interval", "stride"), SCHEDULES)
 def test_gradients_and_calls(reference, interval, stride, keep_last):
-    family, model, inputs, autocast, expected = reference
+    _, model, inputs, autocast, expected = reference
     installation = simpletuner_segckpt.apply(model, keys(interval, stride, keep_last))
     stacks = {stack.path: stack.blocks for stack in installation.report.stacks}
     schedules = make_schedules(stacks, interval, stride, keep_last)

@@ -50,9 +50,7 @@ def test_per_block_and_cut_keep_the_coverage(n, interval, extra, boundaries):
     assert made.cut(frozenset()) == made
 
 
-@given(
-    st.lists(st.integers(0, 12), min_size=1, max_size=4), intervals, st.integers(0, 50)
-)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), intervals, st.integers(0, 50))
 def test_keep_last_counts_across_stacks(sizes, interval, keep_last):
     stacks = {str(number): size for number, size in enumerate(sizes)}
     made = make_schedules(stacks, interval, keep_last=keep_last)

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 from toys import Doorless, WithDoor, toy
 from training import counted, keys, step
-from torch import nn
 
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken
@@ -48,9 +48,13 @@ class Glue:
         return state
 
     def look(self, index, state):
-        assert state.ndim == 3 and state.shape[-1] == state.size(-1) and len(state) == 2
-        assert state.requires_grad and state.dtype is torch.float32
-        assert isinstance(state, torch.Tensor) and torch.is_tensor(state)
+        assert state.ndim == 3
+        assert state.shape[-1] == state.size(-1)
+        assert len(state) == 2
+        assert state.requires_grad
+        assert state.dtype is torch.float32
+        assert isinstance(state, torch.Tensor)
+        assert torch.is_tensor(state)
         return state.to(torch.float32).contiguous()
 
 
@@ -71,7 +75,8 @@ def test_glue_from_the_first_step_on_means_per_block(kind, glue, caplog):
     assert effect.strategy == "per-block"
     assert effect.segments == alone(*range(6))
     said = [record.message for record in caplog.records]
-    assert len(said) == 1 and "block 0" in said[0] or "block 1" in said[0]
+    assert len(said) == 1
+    assert "block 0" in said[0] or "block 1" in said[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -263,7 +268,8 @@ def test_a_model_without_a_checkpoint_function(loop):
         model(**inputs)
     assert calls["blocks"] == Counter(dict.fromkeys(range(6), 1))
     installation.remove()
-    assert type(model.blocks) is nn.ModuleList and "_segckpt_door" not in model.blocks.__dict__
+    assert type(model.blocks) is nn.ModuleList
+    assert "_segckpt_door" not in model.blocks.__dict__
 
 
 def test_a_model_without_stacks_is_refused():

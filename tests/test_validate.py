@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS, TRAINER_KEYS
+
 from simpletuner_segckpt.findings import CODES, RULES
 from simpletuner_segckpt.validate import FORMATS, main
 
@@ -62,7 +62,10 @@ def validate(tmp_path, capsys, monkeypatch):
         (f'{{"{INTERVAL}": 1e999}}', f"config.json:1:2: SEG203 error: `{INTERVAL}` is inf"),
         (f'{{"{INTERVAL}": {"9" * 5000}}}', f"config.json:1:2: SEG203 error: `{INTERVAL}`"),
         (f'{{"{INTERVAL}": {10**15}}}', f"SEG204 error: `{INTERVAL}` is a huge number"),
-        (f'{{"a": 1,\n\t"{INTERVAL}": true}}', f"config.json:2:2: SEG203 error: `{INTERVAL}` is true"),
+        (
+            f'{{"a": 1,\n\t"{INTERVAL}": true}}',
+            f"config.json:2:2: SEG203 error: `{INTERVAL}` is true",
+        ),
         (
             {INTERVAL: 4, "gradient_checkpointing_segment_stride": 2},
             "config.json:1:40: SEG301 error: `gradient_checkpointing_segment_stride` is 2 but",
@@ -70,8 +73,11 @@ def validate(tmp_path, capsys, monkeypatch):
         ({"gradient_checkpointing_segment_stride": 2}, "config.json:1:2: SEG302 warning"),
         ({"gradient_checkpointing_offload_prefetch": True}, "config.json:1:2: SEG303 error"),
         ({"gradient_checkpointing": False, INTERVAL: 2}, "config.json:1:35: SEG304 warning"),
-        ({"model_family": "fluxx"}, "config.json:1:2: SEG401 error: `model_family` is fluxx, "
-         "which no family file describes; did you mean flux"),
+        (
+            {"model_family": "fluxx"},
+            "config.json:1:2: SEG401 error: `model_family` is fluxx, "
+            "which no family file describes; did you mean flux",
+        ),
         ({"gradient_checkpoint": True}, "did you mean `gradient_checkpointing`?"),
         ({"gradient_checkpointing_keep": "attention"}, "config.json:1:2: SEG402 error"),
     ],
@@ -87,7 +93,8 @@ def test_findings(validate, content, finding):
     [
         (f"a = 1\n{INTERVAL} = 0 # no\n", f"config.toml:2:1: SEG204 error: `{INTERVAL}` is 0"),
         (
-            f'# c\n\na = """\n{INTERVAL} = 1\n"""\nb = [\n1,\n2]\n  "--{INTERVAL}" = true\n[t]\nx = 1\n',
+            f'# c\n\na = """\n{INTERVAL} = 1\n"""\nb = [\n1,\n2]\n'
+            f'  "--{INTERVAL}" = true\n[t]\nx = 1\n',
             f"config.toml:9:3: SEG203 error: `--{INTERVAL}` is true",
         ),
         ("a = 1\nb = \n", "config.toml:2:"),
@@ -97,7 +104,8 @@ def test_findings(validate, content, finding):
 )
 def test_toml(validate, content, finding):
     code, out = validate(content, name="config.toml")
-    assert code == 1 and finding in out
+    assert code == 1
+    assert finding in out
 
 
 def test_all_findings_of_a_file_are_shown_in_order(validate):
@@ -105,8 +113,14 @@ def test_all_findings_of_a_file_are_shown_in_order(validate):
         '{\n"model_family": "wam",\n"gradient_checkpointing_backend": "x",\n'
         f'"{INTERVAL}": 0,\n"gradient_checkpointing_foo": 1\n}}'
     )
-    assert [line.split()[1] for line in out.splitlines()[:-1]] == ["SEG401", "SEG205", "SEG204", "SEG201"]
-    assert code == 1 and out.endswith("4 errors, 0 warnings\n")
+    assert [line.split()[1] for line in out.splitlines()[:-1]] == [
+        "SEG401",
+        "SEG205",
+        "SEG204",
+        "SEG201",
+    ]
+    assert code == 1
+    assert out.endswith("4 errors, 0 warnings\n")
 
 
 def test_schedule_of_a_valid_config(validate):
@@ -123,7 +137,8 @@ def test_schedule_of_a_valid_config(validate):
     assert "[0 1] 2 3 [4 5] 6 7 8\n" in out
     assert "4 recomputed in 2 checkpoint calls, 5 kept" in out
     _, out = validate(config)
-    assert "24 blocks, segmented" in out and "published size medium" in out
+    assert "24 blocks, segmented" in out
+    assert "published size medium" in out
 
 
 def test_the_reason_for_per_block(validate):
@@ -134,13 +149,16 @@ def test_the_reason_for_per_block(validate):
     _, out = validate({"model_family": "wan"})
     assert f"per-block ({INTERVAL} is 1)" in out
     _, out = validate({"model_family": "wan", "gradient_checkpointing": "none"})
-    assert "strategy off" in out and "none recomputed" in out
+    assert "strategy off" in out
+    assert "none recomputed" in out
 
 
 def test_notes_on_cost(validate):
     _, out = validate({"model_family": "wan", INTERVAL: 2})
     assert "wider segments save no time" in out
-    _, out = validate({"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_segment_stride": 4})
+    _, out = validate(
+        {"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_segment_stride": 4}
+    )
     assert "wider segments" not in out
     _, out = validate({"model_family": "wan", INTERVAL: 100})
     assert "interval of 100 is more than the 30 blocks of blocks" in out
@@ -153,7 +171,9 @@ def test_blocks_from_a_model_folder(validate, tmp_path, place):
     config = {"_class_name": "WanTransformer3DModel", "num_layers": 7}
     (folder / "config.json").write_text(json.dumps(config))
     code, out = validate({INTERVAL: 3}, "--model", str(tmp_path / "model"))
-    assert code == 0 and "[0 1 2] [3 4 5] [6]" in out and "family wan" in out
+    assert code == 0
+    assert "[0 1 2] [3 4 5] [6]" in out
+    assert "family wan" in out
 
 
 def test_flavours_pick_the_class(validate):
@@ -164,10 +184,14 @@ def test_flavours_pick_the_class(validate):
 
 
 def test_json_output(validate):
-    code, out = validate({"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_foo": 1},
-                         "--output-format", "json")
+    code, out = validate(
+        {"model_family": "wan", INTERVAL: 2, "gradient_checkpointing_foo": 1},
+        "--output-format",
+        "json",
+    )
     [document] = json.loads(out)["files"]
-    assert code == 1 and document["report"] is None
+    assert code == 1
+    assert document["report"] is None
     assert document["findings"] == [
         {
             "code": "SEG201",
@@ -183,12 +207,15 @@ def test_json_output(validate):
     code, out = validate({"model_family": "wan", INTERVAL: 2}, "--output-format", "json")
     [document] = json.loads(out)["files"]
     [stack] = document["report"]["stacks"]
-    assert stack["segments"] == [[b, b + 1] for b in range(0, 30, 2)] and stack["gap"] == []
+    assert stack["segments"] == [[b, b + 1] for b in range(0, 30, 2)]
+    assert stack["gap"] == []
 
 
 def test_github_output(validate):
     _, out = validate(f'{{\n"{INTERVAL}": "50%"}}', "--output-format", "github")
-    assert out.startswith(f"::error file=config.json,line=2,col=1,title=SEG203::`{INTERVAL}` is \"50%25\"")
+    assert out.startswith(
+        f'::error file=config.json,line=2,col=1,title=SEG203::`{INTERVAL}` is "50%25"'
+    )
 
 
 def test_several_files_and_standard_input(validate, capsys, monkeypatch):
@@ -221,7 +248,8 @@ def test_a_command_line_that_cannot_run(validate, capsys, options):
 def test_every_rule_is_listed_and_used():
     assert len(CODES) == len(RULES)
     source = "".join(
-        path.read_text() for folder in ("simpletuner_segckpt", "config_schema")
+        path.read_text()
+        for folder in ("simpletuner_segckpt", "config_schema")
         for path in (Path(__file__).parents[1] / folder).glob("*.py")
     )
     assert [name for name in CODES if f'"{name}"' not in source.replace("RULES = {", "", 1)] == []
@@ -268,12 +296,20 @@ spellings = st.sampled_from(
     ]
 )
 scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-    | st.sampled_from(["None", "true", "2", " 2 ", "2.0", "1e3", "torch", "flux", "wan", "off", "\ud800"])
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(
+        ["None", "true", "2", " 2 ", "2.0", "1e3", "torch", "flux", "wan", "off", "\ud800"]
+    )
 )
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 configs = st.dictionaries(spellings | st.text(max_size=30), values, max_size=8)
@@ -287,7 +323,8 @@ def check_any(capsys, tmp_path, data, name, output_format):
     path.write_bytes(data)
     code = main([str(path), "--output-format", output_format])
     out, err = capsys.readouterr()
-    assert code in (0, 1, 2) and err == ""
+    assert code in (0, 1, 2)
+    assert err == ""
     assert path.read_bytes() == data
     if output_format == "json":
         [document] = json.loads(out)["files"]

@@ -70,8 +70,7 @@ class Step:
             torch.equal(self.loss, other.loss)
             and torch.equal(self.random_state, other.random_state)
             and all(
-                (a is None and b is None)
-                or (a is not None and b is not None and torch.equal(a, b))
+                (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
                 for a, b in pairs
             )
         )
@@ -125,32 +124,3 @@ def keys(interval: int = 1, stride: int | None = None, keep_last: int = 0) -> di
         "gradient_checkpointing_segment_stride": stride,
         "gradient_checkpointing_keep_last": keep_last,
     }
-
-
-class SavedBytes:
-    """Bytes of the unique storages that autograd saves while active, parameters left out.
-
-    What runs inside a checkpoint call is packed by the checkpoint and not seen here.
-    """
-
-    def __init__(self, model: Module):
-        self._skip = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved)
-
-    def __enter__(self) -> "SavedBytes":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._skip:
-            self._storages[storage.data_ptr()] = storage
-        return tensor
-
-    @property
-    def total(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())

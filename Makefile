@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json interval2.json seg2-stride4.json)
+
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/installed
+	$(BIN)/python -m simpletuner_segckpt.validate $(CONFIGS)
+	$(BIN)/python examples/flux_lora/train.py $(CONFIGS)
+
+test: .venv/installed
+	$(BIN)/pytest -n auto
+
+# The type checker wants the package as it is installed: under one name, in one tree.
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	rm -rf .typecheck && mkdir -p .typecheck/simpletuner_segckpt
+	ln -s $(CURDIR)/simpletuner_segckpt/* $(CURDIR)/config_schema $(CURDIR)/model_families .typecheck/simpletuner_segckpt
+	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml -p simpletuner_segckpt
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/validate_start.py
+	$(BIN)/python benchmarks/layer_overhead.py
+
+# torch first and by itself: it is what the constraints pin to a build for this machine.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .typecheck runs build *.egg-info

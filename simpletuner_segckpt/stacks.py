@@ -1,0 +1,33 @@
+"""Find the lists of blocks in a model."""
+
+from torch.nn import Module, ModuleList
+
+
+def block_list(model: Module, path: str) -> ModuleList | None:
+    """The list of blocks at ``path``, or None when the model has no such list."""
+    try:
+        found = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return found if isinstance(found, ModuleList) else None
+
+
+def blocks_of(model: Module, path: str) -> list[Module]:
+    """The blocks of the stack at ``path``; empty when the model has no such list any more."""
+    return list(block_list(model, path) or ())
+
+
+def candidate_stacks(model: Module) -> dict[str, int]:
+    """Path and length of every outermost list of two or more equal blocks in ``model``.
+
+    A block is a module with modules of its own; all blocks of a stack have one class.
+    """
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
+            continue
+        blocks = list(module)
+        classes = {type(block) for block in blocks}
+        if len(blocks) >= 2 and len(classes) == 1 and any(blocks[0].children()):
+            found[path] = len(blocks)
+    return found
