@@ -74,8 +74,9 @@ class Door:
         }
         return self.__dict__ | {"_running": {}, "before": before}
 
-    def __call__(self, block: Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
         """Run ``block``, or hand on what its segment returned."""
+        block = getattr(block, "__self__", block)  # some models pass `block.__call__`
         if torch.compiler.is_compiling():
             # A traced call keeps no books, so nothing can be proven: block by block.
             if any(gap is block for gap in self.gap_blocks):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from toys import Doorless, WithDoor, toy
+from toys import CallsBoundMethods, Doorless, WithDoor, toy
 from training import counted, keys, step
 
 import simpletuner_segckpt
@@ -79,7 +79,7 @@ def test_glue_from_the_first_step_on_means_per_block(kind, glue, caplog):
     assert "block 0" in said[0] or "block 1" in said[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, CallsBoundMethods])
 def test_looking_at_metadata_is_no_reason(kind):
     model, inputs = toy(kind)
     model.between = Glue().look

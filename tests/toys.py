@@ -74,3 +74,14 @@ def toy(kind: type[nn.Module], **config) -> tuple[nn.Module, dict[str, torch.Ten
     torch.manual_seed(0)
     model = kind(**config).train()
     return model, {"hidden_states": torch.randn(2, 5, WIDTH), "temb": torch.randn(2, 1, WIDTH)}
+
+
+class CallsBoundMethods(WithDoor):
+    """Hands `block.__call__` to the checkpoint function, with keyword arguments."""
+
+    def run(self, block, hidden_states, temb):
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(
+                block.__call__, hidden_states=hidden_states, temb=temb
+            )
+        return block(hidden_states, temb)
