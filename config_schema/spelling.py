@@ -29,6 +29,7 @@ def describe(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**12:
         return "a huge number"
     text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = text.encode("utf-8", "backslashreplace").decode()  # JSON can hold half a character
     return text if len(text) <= 40 else text[:36] + ' ..."'
 
 

@@ -21,12 +21,17 @@ from torch.utils.hooks import RemovableHandle
 
 from .backends import BACKENDS
 from .conditions import CALL_CONDITIONS, call_conditions, model_conditions
+from .config_schema import CheckpointingConfig
 from .links import Handed, plain_tree
-from .report import Condition, Effect, StackReport
-from .segments import Boundary, Forward, RecordingRun, SegmentedRun, StackRun
+from .report import UNITS, Condition, Effect, StackReport
+from .schedule import Schedule
+from .segments import Boundary, Forward, RecordingRun, SegmentedRun, StackRun, UnitsRun
 from .stacks import blocks_of
 
 logger = logging.getLogger("simpletuner_segckpt")
+
+# By these attributes a module knows whether and how to checkpoint.
+GATE_STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 # What tells one shape of call from another: its arguments, by presence.
 CallShape = tuple[Any, ...]
@@ -36,31 +41,37 @@ class Door:
     """Stands in for a model's checkpoint function.
 
     ``parameters`` are the names of the parameters of the model's ``forward``, ``gates`` the
-    names of the submodules that ask for a checkpoint function (empty for a model without one,
-    see ``view``), ``conditions`` the arguments that force per-block. A door with ``off`` set
-    keeps the model's checkpointing switched off, for that reason.
+    names of the submodules that ask for a checkpoint function, ``conditions`` the arguments that
+    force per-block. ``viewed``: the loop reaches the door through views of its lists, and must
+    not ask its checkpoint function. ``off``: why the model's checkpointing stays switched off.
     """
 
     def __init__(
         self,
         stacks: Sequence[StackReport],
-        backend: str,
+        config: CheckpointingConfig,
         parameters: Sequence[str],
         gates: Sequence[str],
         conditions: Sequence[Condition] = (),
+        viewed: bool = False,
         off: str = "",
     ):
-        self.stacks = tuple(stacks)
-        self.backend = backend
+        self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
+        counted = (stack.schedule for stack in stacks if stack.path == UNITS)
+        self.units = next(counted, Schedule(0, ()))
+        self.interval = config.interval
+        self.stride = config.stride or config.interval
+        self.backend = config.backend
         self.parameters = tuple(parameters)
         self.gates = tuple(gates)
         named = {condition.name for condition in conditions}
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
+        self.viewed = viewed
         self.off = off
         self.handles: list[RemovableHandle] = []
-        # Whether each gate was on before, and the function it had (None: lost in a copy).
-        self.before: dict[str, tuple[bool, Any]] = {}
+        # The GATE_STATE that each gate had before (a function may be lost in a copy: None).
+        self.before: dict[str, dict[str, Any]] = {}
         self.effect: Effect | None = None
         self.gap_blocks: list[Module] = []  # only for calls that are being compiled
         self.proven: dict[tuple[CallShape, str], Sequence[Boundary]] = {}
@@ -69,8 +80,8 @@ class Door:
 
     def __getstate__(self) -> dict[str, Any]:
         before = {
-            name: (enabled, None if _is_local(function) else function)
-            for name, (enabled, function) in self.before.items()
+            name: {key: None if _is_local(value) else value for key, value in state.items()}
+            for name, state in self.before.items()
         }
         return self.__dict__ | {"_running": {}, "before": before}
 
@@ -107,8 +118,11 @@ class Door:
         conditions = call_conditions(self.conditions, arguments)
         shape = call_shape(arguments, module.training)
         runs = [self._run(module, stack, conditions, shape) for stack in self.stacks]
-        forward = Forward(runs, BACKENDS[self.backend], conditions)
-        self._running[threading.get_ident()] = forward
+        checkpoint = BACKENDS[self.backend]
+        units = UnitsRun(self.units, checkpoint, self.interval, self.stride)
+        self._running[threading.get_ident()] = Forward(runs, units, conditions)
+        if self.viewed:
+            self.switch(module, False)  # until close: the loop takes its plain branch
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
@@ -117,6 +131,8 @@ class Door:
         forward = self._running.pop(threading.get_ident(), None)
         if forward is None:
             return None
+        if self.viewed and not self._running:
+            self.switch(module, True)
         if output is None:
             forward.abandon()
             return None
@@ -174,11 +190,17 @@ class Door:
             self.claim(module)
         return True
 
+    def switch(self, module: Module, on: bool) -> None:
+        """Set the flag by which each gate of ``module`` asks for a checkpoint function."""
+        for name in self.gates:
+            gate: Any = module.get_submodule(name)
+            gate.gradient_checkpointing = on
+
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of every gate of ``module``."""
         for name in self.gates:
             gate: Any = module.get_submodule(name)
-            function = gate._gradient_checkpointing_func
+            function = getattr(gate, "_gradient_checkpointing_func", None)
             if function is not self and not is_stock_function(function):
                 self._say(
                     logging.WARNING,

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether ``pattern``, in which ``*`` stands for any one name, names ``path``."""
+    wanted, names = pattern.split("."), path.split(".")
+    return len(wanted) == len(names) and all(
+        want in ("*", name) for want, name in zip(wanted, names, strict=True)
+    )
 
 
 class _Record(BaseModel):
@@ -13,15 +21,20 @@ class _Record(BaseModel):
 class Stack(_Record):
     """One ``nn.ModuleList`` of blocks that the model's forward loops over."""
 
-    path: str  # attribute path of the list on the model
+    path: str  # attribute path of the list on the model; `*` stands for any one name
     block: str  # class name of the blocks
-    count: str  # key of the model's config.json that gives the number of blocks
+    count: str = ""  # key of the model's config.json that gives the number of blocks, or a list
     carried: Mapping[str, int | Literal["return"]] = {}
     """Block parameter -> index in the block's returned tuple, or the whole return value."""
     feed_forward: tuple[str, ...] = ()  # attribute paths inside a block
     attention: tuple[str, ...] = ()
     optional: bool = False  # the list may be missing from a model
     per_block: str = ""  # why this stack can never be segmented
+    cut: str = ""  # where in the stack segments end early, and why
+
+    def describes(self, path: str) -> bool:
+        """Whether the list at ``path`` is this stack, or one of those that its path names."""
+        return matches(self.path, path)
 
 
 class LeftOut(_Record):
@@ -39,6 +52,17 @@ class ArgumentCondition(_Record):
     stacks: tuple[str, ...] = ()  # all stacks when empty
 
 
+class Native(_Record):
+    """What a trainer's own class, which brings its own setters, does with the keys."""
+
+    classes: tuple[str, ...]
+    segments: Literal["whole-block", "per-block", "every-nth", "ignored", "broken"]
+    fallback: str = ""  # what it covers when it goes block by block
+    backends: tuple[str, ...] = ()
+    attention_offload: bool = False
+    notes: tuple[str, ...] = ()
+
+
 class Tiny(_Record):
     """A small model of one class, and example inputs, with which anyone can prove the family.
 
@@ -47,6 +71,7 @@ class Tiny(_Record):
     """
 
     model_class: str = Field(alias="class")
+    needs: tuple[str, ...] = ()  # packages, or "cuda", without which it cannot run
     config: Mapping[str, Any] = {}
     inputs: Mapping[str, Any] = {}
 
@@ -60,10 +85,15 @@ class Family(_Record):
     flavours: tuple[str, ...] = ()
     default: bool = False  # used when files share a family and no flavour is named
     classes: tuple[str, ...] = ()  # dotted paths of the model classes
+    units: tuple[str, ...] = ()
+    """Modules outside the stacks that the model hands to its checkpoint function one by one;
+    paths in which ``*`` stands for any one name. They form one sequence in execution order."""
+    view: str = ""  # why the model's own call of its checkpoint function must not be used
     stacks: tuple[Stack, ...]
     left_out: tuple[LeftOut, ...] = ()
     conditions: tuple[ArgumentCondition, ...] = ()
     sizes: Mapping[str, Mapping[str, Any]] = {}
+    native: Native | None = None
     tiny: tuple[Tiny, ...] = ()
 
     def size(self, flavour: str | None) -> tuple[str, Mapping[str, Any]] | None:
@@ -78,13 +108,17 @@ class Family(_Record):
         name = max(within, key=len) if within else next(iter(self.sizes))
         return name, self.sizes[name]
 
-    def counts(self, config: Mapping[str, Any]) -> dict[str, PositiveInt]:
+    def counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Blocks per stack path, in execution order, from the values of a model's config.
 
-        Stacks whose number of blocks the config does not give are left out.
+        Stacks whose number of blocks the config does not give are left out. A size gives
+        those of patterns, and the number of units, in its ``blocks`` table.
         """
-        return {
-            stack.path: config[stack.count]
-            for stack in self.stacks
-            if isinstance(config.get(stack.count), int) and not stack.optional
-        }
+        found = {}
+        for stack in self.stacks:
+            value = config.get(stack.count) if stack.count and not stack.optional else None
+            if isinstance(value, (list, tuple)):
+                value = len(value)
+            if isinstance(value, int):
+                found[stack.path] = value
+        return found | dict(config.get("blocks", {}))

@@ -8,15 +8,15 @@ from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch.nn import Module
 
-from .door import Door, logger
+from .door import GATE_STATE, Door, logger
 from .errors import ConfigError, UnsupportedModel
 from .family import Family
 from .findings import Finding
 from .planning import make_report, unsupported_options
 from .registry import FamilyRegistry
-from .report import Condition, Effect, Report
+from .report import UNITS, Condition, Effect, Report
 from .settings import ConfigSource, Settings, load_settings
-from .stacks import block_list, blocks_of, candidate_stacks
+from .stacks import blocks_of, candidate_stacks, matching, units_of
 from .view import put_view, take_view
 
 
@@ -93,13 +93,16 @@ def remove(model: Module) -> None:
         handle.remove()
     for stack in door.stacks:
         take_view(base, stack.path)
-    if any(enabled and function is None for enabled, function in door.before.values()):
-        base.enable_gradient_checkpointing()  # a copy: its stock function cannot be copied
-    for name, (enabled, function) in door.before.items():
+    flag, function = GATE_STATE
+    for name, state in door.before.items():
         gate: Any = base.get_submodule(name)
-        gate.gradient_checkpointing = enabled
-        if function is not None or not enabled:
-            gate._gradient_checkpointing_func = function
+        for key in GATE_STATE:
+            if key in state:
+                setattr(gate, key, state[key])
+            else:
+                gate.__dict__.pop(key, None)
+    if any(state.get(flag) and state.get(function) is None for state in door.before.values()):
+        base.enable_gradient_checkpointing()  # in a copy: the stock function cannot be copied
 
 
 def unwrap(model: Module) -> Module:
@@ -117,8 +120,8 @@ def _find_family(
     flavour = settings.trainer.model_flavour
     if family is not None:
         return known.find(family, flavour)
-    found = known.for_class(type(base), settings.trainer.model_family)
     named = settings.trainer.model_family
+    found = known.for_class(type(base), named, flavour)
     if found is None:
         logger.warning(
             "no family describes %s; its stacks are found by probing", type(base).__name__
@@ -138,53 +141,60 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
     candidates = candidate_stacks(base)
     if family is None:
         return candidates, []
-    stacks = {}
+    stacks: dict[str, int] = {}
     left_out = []
     for stack in family.stacks:
-        blocks = block_list(base, stack.path)
-        if blocks is not None:
-            stacks[stack.path] = len(blocks)
-        elif not stack.optional:
+        found = {path: len(blocks_of(base, path)) for path in matching(base, stack.path)}
+        if "*" in stack.path:  # a list of one block is a unit
+            found = {path: count for path, count in found.items() if count > 1}
+        elif not found and not stack.optional:
             left_out.append((stack.path, f"{type(base).__name__} has no such list of blocks"))
+        stacks |= found
+    units = units_of(base, family.units, stacks)
     described = {entry.path: entry.reason for entry in family.left_out}
     left_out += [
         (path, described.get(path, f"not described by the family {family.family}"))
         for path in candidates
-        if path not in stacks
+        if path not in stacks and not any(unit.startswith(f"{path}.") for unit in units)
     ]
-    return stacks, left_out
+    return stacks | ({UNITS: len(units)} if units else {}), left_out
 
 
 def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:
     gates = {name: m for name, m in base.named_modules() if hasattr(m, "gradient_checkpointing")}
     off = next((str(c) for c in report.conditions if c.off), "")
+    viewed = bool(family and family.view) or not getattr(
+        base, "_supports_gradient_checkpointing", False
+    )
     door = Door(
         report.stacks,
-        settings.checkpointing.backend,
+        settings.checkpointing,
         list(signature(type(base).forward).parameters)[1:],
         list(gates),
         [
             Condition("call", c.argument, c.reason, c.stacks)
             for c in (family.conditions if family else ())
         ],
+        viewed,
         off,
     )
     door.before = {
-        name: (gate.gradient_checkpointing, getattr(gate, "_gradient_checkpointing_func", None))
+        name: {key: gate.__dict__[key] for key in GATE_STATE if key in gate.__dict__}
         for name, gate in gates.items()
     }
-    for stack in report.stacks:
+    for stack in door.stacks:
         blocks = blocks_of(base, stack.path)
         door.gap_blocks += [blocks[index] for index in stack.gap]
+        if viewed and not off:
+            put_view(base, stack.path, door)
     if off:
-        for gate in gates.values():
-            gate.gradient_checkpointing = False
-    elif gates:
+        door.switch(base, False)
+    elif viewed:
+        door.claim(base)
+        door.switch(base, True)
+    else:
         door.claim(base)
         base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
-    else:
-        for stack in report.stacks:
-            put_view(base, stack.path, door)
     door.handles = [
         base.register_forward_pre_hook(door.open, with_kwargs=True),
         base.register_forward_hook(door.close, always_call=True),

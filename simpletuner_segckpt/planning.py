@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from .conditions import config_conditions
 from .config_schema import CheckpointingConfig
-from .family import Family
-from .report import Condition, Report, StackReport, Strategy, overall_strategy
+from .family import Family, Stack
+from .report import UNITS, Condition, Report, StackReport, Strategy, overall_strategy
 from .schedule import Schedule, make_schedules
 from .settings import Settings
 
@@ -26,9 +26,8 @@ def make_report(
         switch = Condition("config", "gradient_checkpointing", "is off", off=True)
         conditions.insert(0, switch)
     schedules = make_schedules(stacks, config.interval, config.stride, config.keep_last)
-    fixed = {stack.path: stack.per_block for stack in family.stacks} if family else {}
     reports = [
-        _stack_report(path, schedule, config, conditions, fixed.get(path, ""))
+        _stack_report(path, schedule, config, conditions, _described(family, path))
         for path, schedule in schedules.items()
     ]
     return Report(
@@ -45,7 +44,7 @@ def _stack_report(
     schedule: Schedule,
     config: CheckpointingConfig,
     conditions: Sequence[Condition],
-    per_block: str,
+    described: Stack | None,
 ) -> StackReport:
     def report(strategy: Strategy, schedule: Schedule, reason: str = "") -> StackReport:
         return StackReport(path, strategy, schedule, reason)
@@ -53,12 +52,23 @@ def _stack_report(
     off = [condition for condition in conditions if condition.off]
     if off:
         return report("off", Schedule(schedule.blocks, ()), str(off[0]))
-    reasons = [str(c) for c in conditions if c.concerns(path)] + ([per_block] if per_block else [])
-    if not reasons and config.interval == 1:
-        reasons = ["gradient_checkpointing_interval is 1"]
+    reasons = [str(condition) for condition in conditions if condition.concerns(path)]
+    if described and described.per_block:
+        reasons.append(described.per_block)
+    if path == UNITS:
+        reasons.append("units are handed over one by one")
+    if config.interval == 1:
+        reasons.append("gradient_checkpointing_interval is 1")
     if reasons:
         return report("per-block", schedule.per_block(), reasons[0])
-    return report("segmented", schedule)
+    cut = f"segments are cut {described.cut}" if described and described.cut else ""
+    return report("segmented", schedule, cut)
+
+
+def _described(family: Family | None, path: str) -> Stack | None:
+    """What the family says of the stack at ``path``."""
+    stacks = family.stacks if family else ()
+    return next((stack for stack in stacks if stack.describes(path)), None)
 
 
 def unsupported_options(config: CheckpointingConfig) -> dict[str, str]:

@@ -87,13 +87,20 @@ class FamilyRegistry:
                 return family
         return next((family for family in known if family.default), known[0])
 
-    def for_class(self, model_class: type, flavour: str | None = None) -> Family | None:
-        """The family that describes a model class, by the class or one of its bases."""
+    def for_class(
+        self, model_class: type, name: str | None = None, flavour: str | None = None
+    ) -> Family | None:
+        """The family that describes a model class, by the class or one of its bases.
+
+        Several families may share a class; ``name`` and ``flavour`` are the trainer's
+        ``model_family`` and ``model_flavour``, which then decide.
+        """
         for base in model_class.__mro__:
             known = [f for f in self if any(_is_class(base, path) for path in f.classes)]
             if known:
-                named = [f for f in known if flavour in f.flavours]
-                return (named or known)[0]
+                named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
+                flavoured = [f for f in named if flavour in f.flavours]
+                return (flavoured or named or known)[0]
         return None
 
     def for_class_name(self, name: str) -> Family | None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from .schedule import Schedule
 
+UNITS = "units"  # the path under which modules outside every stack are reported
 Strategy = Literal["segmented", "per-block", "native", "off"]
 
 
@@ -127,13 +128,12 @@ class StackEffect:
 class Effect:
     """What the last training forward really did.
 
-    ``others`` counts modules outside every described stack that the model handed to its
-    checkpoint function; each was checkpointed alone.
+    Modules outside every stack that the model handed to its checkpoint function are the
+    blocks of a stack of their own, ``units``, numbered in the order in which they ran.
     """
 
     stacks: tuple[StackEffect, ...]
     conditions: tuple[Condition, ...] = ()
-    others: int = 0
 
     def __getitem__(self, path: str) -> StackEffect:
         """The effect on the stack at ``path``. Raises ``KeyError`` when it has none."""

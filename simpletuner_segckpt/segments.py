@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .backends import Checkpoint
 from .links import Arguments, Handed, Link, argument_name, hand_out, plain_tree, read
-from .report import Condition, Effect, StackEffect, Strategy, Unit
+from .report import UNITS, Condition, Effect, StackEffect, Strategy, Unit
 from .schedule import Schedule
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
@@ -299,19 +299,36 @@ def run_segment(
     return result
 
 
+class UnitsRun(StackRun):
+    """Modules of no stack, in the order in which they are asked for during one forward.
+
+    ``schedule`` covers the units that were counted beforehand; should there be more, they
+    follow the rule of ``interval`` and ``stride``.
+    """
+
+    def __init__(self, schedule: Schedule, checkpoint: Checkpoint, interval: int, stride: int):
+        super().__init__(UNITS, schedule, [], checkpoint, "units are handed over one by one")
+        self.interval = interval
+        self.stride = stride
+
+    def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
+        index = len(self.units)
+        covered = index in self.segment_of
+        if index >= self.schedule.blocks:
+            covered = index % self.stride < self.interval
+        self.units.append(Unit(range(index, index + 1), covered))
+        return self.checkpoint(unit, *args, **kwargs) if covered else unit(*args, **kwargs)
+
+
 class Forward:
     """One training forward of a model: sends each block call to the run of its stack."""
 
     def __init__(
-        self,
-        runs: Iterable[StackRun],
-        checkpoint: Checkpoint,
-        conditions: Sequence[Condition] = (),
+        self, runs: Iterable[StackRun], units: UnitsRun, conditions: Sequence[Condition] = ()
     ):
         self.runs = tuple(runs)
-        self.checkpoint = checkpoint
+        self.units = units
         self.conditions = tuple(conditions)
-        self.others = 0
         self._places: dict[int, tuple[StackRun, int]] = {}
         for run in self.runs:
             for index, block in enumerate(run.blocks):
@@ -321,16 +338,15 @@ class Forward:
         self._last: tuple[StackRun, int] | None = None
 
     def step(self, block: Module, args: tuple, kwargs: dict) -> Any:
-        """Answer the loop's call of ``block``; a block of no stack is checkpointed alone."""
+        """Answer the loop's call of ``block``; a block of no stack is a unit."""
         place = self._places.get(id(block))
         last, self._last = self._last, place
         if last is not None and (place is None or place[0] is not last[0]):
             last[0].between(f"a {type(block).__name__} of another stack")
         if place is None:
-            self.others += 1
             read((args, kwargs), type(block).__name__)
             args, kwargs = plain_tree((args, kwargs))
-            return self.checkpoint(block, *args, **kwargs)
+            return self.units.run_unit(block, args, kwargs)
         run, index = place
         return run.step(index, args, kwargs, adjacent=last == (run, index - 1))
 
@@ -343,4 +359,5 @@ class Forward:
             run.abandon()
 
     def effect(self) -> Effect:
-        return Effect(tuple(run.effect() for run in self.runs), self.conditions, self.others)
+        runs = (*self.runs, self.units) if self.units.units else self.runs
+        return Effect(tuple(run.effect() for run in runs), self.conditions)

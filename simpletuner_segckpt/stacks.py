@@ -1,6 +1,10 @@
 """Find the lists of blocks in a model."""
 
+from collections.abc import Iterable
+
 from torch.nn import Module, ModuleList
+
+from .family import matches
 
 
 def block_list(model: Module, path: str) -> ModuleList | None:
@@ -31,3 +35,15 @@ def candidate_stacks(model: Module) -> dict[str, int]:
         if len(blocks) >= 2 and len(classes) == 1 and any(blocks[0].children()):
             found[path] = len(blocks)
     return found
+
+
+def matching(model: Module, pattern: str) -> list[str]:
+    """Paths of the modules that ``pattern`` names, in the order of the model's own tree."""
+    return [path for path, _ in model.named_modules() if matches(pattern, path)]
+
+
+def units_of(model: Module, patterns: Iterable[str], stacks: Iterable[str]) -> list[str]:
+    """Paths of the units that ``patterns`` name, without the blocks of ``stacks``."""
+    blocks = tuple(f"{stack}." for stack in stacks)
+    named = [path for pattern in patterns for path in matching(model, pattern)]
+    return [path for path in named if not path.startswith(blocks)]

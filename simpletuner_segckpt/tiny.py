@@ -7,6 +7,7 @@ numbers themselves, otherwise standard normal. Anything else is passed on as it 
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,10 +24,28 @@ def load_class(path: str) -> type[torch.nn.Module]:
         raise ImportError(f"{module} has no {name}") from None
 
 
+def missing_needs(tiny: Tiny) -> list[str]:
+    """What a tiny model needs and this machine lacks: packages, or ``cuda``."""
+    return [
+        need
+        for need in tiny.needs
+        if not (torch.cuda.is_available() if need == "cuda" else find_spec(need))
+    ]
+
+
 def make_model(tiny: Tiny, seed: int = 0, **config: Any) -> torch.nn.Module:
-    """The model with random weights; ``config`` overrides values of its configuration."""
+    """The model with random weights; ``config`` overrides values of its configuration.
+
+    Parameters that a class starts at zero are random too: they would hide the gradients of
+    everything before them.
+    """
     torch.manual_seed(seed)
-    return load_class(tiny.model_class)(**_plain(tiny.config) | config)
+    model = load_class(tiny.model_class)(**_plain(tiny.config) | config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.05)
+    return model
 
 
 def make_inputs(tiny: Tiny, seed: int = 0) -> dict[str, Any]:
