@@ -1,7 +1,7 @@
 """Pydantic models of the config keys, and the JSON Schema generated from them."""
 
 from .keys import CHECKPOINTING_KEYS, PREFIX, TRAINER_KEYS, CheckpointingConfig, TrainerKeys
-from .spelling import describe, is_unset, word
+from .spelling import describe, is_unset, switch, word
 
 __all__ = [
     "CHECKPOINTING_KEYS",
@@ -11,5 +11,6 @@ __all__ = [
     "TrainerKeys",
     "describe",
     "is_unset",
+    "switch",
     "word",
 ]

@@ -5,7 +5,7 @@ name the model family. Field aliases are the keys as they stand in the file. Imp
 torch nor any other library that does: ``validate`` answers before a model exists.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -23,8 +23,10 @@ from .spelling import (
 )
 
 PREFIX = "gradient_checkpointing"
-BACKENDS = ("torch", "torch-ffn", "unsloth", "unsloth-ffn")
-KEEP = ("attention", "ffn")
+Backend = Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
+Kept = Literal["attention", "ffn"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+KEEP: tuple[str, ...] = get_args(Kept)
 
 _UNSET_SCHEMA: list[dict[str, Any]] = [
     {"type": "null"},
@@ -66,9 +68,7 @@ def _any_case(words: str) -> str:
 
 
 class _Keys(BaseModel):
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, populate_by_name=True, validate_default=False
-    )
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -76,14 +76,22 @@ class _Keys(BaseModel):
         """An unset key has its default, so it need not be there at all."""
         if not isinstance(values, dict):
             return values
-        return {key: value for key, value in values.items() if not _means_unset(key, value)}
+        switches = {
+            spelling
+            for name, field in cls.model_fields.items()
+            if field.annotation is bool
+            for spelling in (name, field.alias)
+        }
+        return {
+            key: value
+            for key, value in values.items()
+            if not is_unset(value) or (key in switches and _is_none_word(value))
+        }
 
 
-def _means_unset(key: str, value: Any) -> bool:
-    # "none" is a word for off where a switch is meant.
-    if key in SWITCHES and isinstance(value, str) and value.strip().lower() == "none":
-        return False
-    return is_unset(value)
+def _is_none_word(value: Any) -> bool:
+    """Whether ``value`` is "none", a word for off where a switch is meant."""
+    return isinstance(value, str) and value.strip().lower() == "none"
 
 
 class CheckpointingConfig(_Keys):
@@ -97,7 +105,7 @@ class CheckpointingConfig(_Keys):
         ),
     ] = Field(True, alias="gradient_checkpointing", title="Gradient checkpointing")
     backend: Annotated[
-        Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"],
+        Backend,
         BeforeValidator(one_of(BACKENDS)),
         WithJsonSchema(
             {
@@ -149,7 +157,7 @@ class CheckpointingConfig(_Keys):
         bool, *_boolean("Bring offloaded tensors back early. Needs the attention offload.")
     ] = Field(False, alias="gradient_checkpointing_offload_prefetch", title="Offload prefetch")
     keep: Annotated[
-        tuple[Literal["attention", "ffn"], ...],
+        tuple[Kept, ...],
         BeforeValidator(some_of(KEEP)),
         WithJsonSchema(
             {
@@ -222,11 +230,3 @@ def _aliases(model: type[BaseModel]) -> tuple[str, ...]:
 
 CHECKPOINTING_KEYS = _aliases(CheckpointingConfig)
 TRAINER_KEYS = _aliases(TrainerKeys)
-SWITCHES = frozenset(
-    {
-        "gradient_checkpointing",
-        "gradient_checkpointing_offload_attention",
-        "gradient_checkpointing_offload_prefetch",
-        *(name for name, field in TrainerKeys.model_fields.items() if field.annotation is bool),
-    }
-)

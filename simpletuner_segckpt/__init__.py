@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config_schema import CheckpointingConfig
-    from .errors import ConfigError, FamilyError, SegckptError, UnknownFamily, UnsupportedModel
+    from .errors import (
+        ConfigError,
+        FamilyError,
+        SegckptError,
+        SegmentBroken,
+        UnknownFamily,
+        UnsupportedModel,
+    )
     from .family import Family
     from .install import Installation, apply, remove
     from .registry import FamilyRegistry
-    from .segments import SegmentBroken
 
 _HOMES = {
     "CheckpointingConfig": "config_schema",
@@ -24,7 +30,7 @@ _HOMES = {
     "FamilyRegistry": "registry",
     "Installation": "install",
     "SegckptError": "errors",
-    "SegmentBroken": "segments",
+    "SegmentBroken": "errors",
     "UnknownFamily": "errors",
     "UnsupportedModel": "errors",
     "apply": "install",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_schema import describe
-from .findings import Finding
+from .findings import Finding, Severity
 
 Place = tuple[int, int]  # line and column, from 1
 
@@ -30,11 +30,17 @@ class ConfigFile:
     places: dict[str, Place] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
-    def finding(self, rule: str, message: str, key: str = "", **more: Any) -> Finding:
+    def finding(
+        self, rule: str, message: str, key: str = "", severity: Severity = "error"
+    ) -> Finding:
         """A finding about this file, at the place of ``key`` if it is there."""
         line, column = self.places.get(key, (0, 0))
-        where = {"line": line, "column": column} | more
-        return Finding(rule, message, key=key, file=self.name, **where)
+        return Finding(rule, message, key, self.name, line, column, severity)
+
+    def report(self, rule: str, message: str, place: Place = (0, 0), key: str = "") -> None:
+        """Add a finding about the file itself."""
+        line, column = place
+        self.findings.append(Finding(rule, message, key, self.name, line, column))
 
 
 def read_config_file(path: str | Path) -> ConfigFile:
@@ -55,30 +61,20 @@ def parse_config(data: bytes, name: str) -> ConfigFile:
     """
     file = ConfigFile(name)
     if data.startswith(b"\xef\xbb\xbf"):
-        file.findings.append(
-            Finding(
-                "encoding",
-                "starts with a byte order mark, which trainers do not read; save it as UTF-8 "
-                "without one",
-                file=name,
-                line=1,
-                column=1,
-            )
+        file.report(
+            "encoding",
+            "starts with a byte order mark, which trainers do not read; save it as UTF-8 without",
+            (1, 1),
         )
         data = data[3:]
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        message = f"byte {error.start} is not UTF-8; save the file as UTF-8"
-        file.findings.append(Finding("encoding", message, file=name, line=line, column=1))
+        file.report("encoding", f"byte {error.start} is not UTF-8; save it as UTF-8", (line, 1))
         return file
     if not text.strip():
-        file.findings.append(
-            Finding(
-                "empty-file", "is empty; write at least {} into it", file=name, line=1, column=1
-            )
-        )
+        file.report("empty-file", "is empty; write at least {} into it", (1, 1))
         return file
     toml = name.lower().endswith(".toml") or (
         name == "<stdin>" and text.lstrip()[0] not in '{["-0123456789'
@@ -93,14 +89,14 @@ def _read_json(text: str, file: ConfigFile) -> None:
         if text.lstrip()[0] != "{":
             found = describe(decoder.decode(text))
             message = f"holds {found}, not an object; write the keys between {{ and }}"
-            file.findings.append(
-                Finding("not-an-object", message, file=file.name, line=1, column=1)
-            )
+            file.report("not-an-object", message, (1, 1))
             return
         for key, value, offset in _json_members(text, decoder):
             place = _place(text, offset)
             if key in file.values:
-                file.findings.append(_duplicate(file, key, place))
+                first = file.places[key][0]
+                message = f"is already given in line {first}; leave one of the two out"
+                file.report("duplicate-key", message, place, key)
             file.values[key] = value
             file.places[key] = place
     except json.JSONDecodeError as error:
@@ -109,17 +105,10 @@ def _read_json(text: str, file: ConfigFile) -> None:
             hint = "; JSON has no comments"
         elif text[error.pos : error.pos + 1] == "'":
             hint = "; JSON strings stand between double quotes"
-        file.findings.append(
-            Finding(
-                "syntax",
-                f"is not valid JSON: {error.msg}{hint}",
-                file=file.name,
-                line=error.lineno,
-                column=error.colno,
-            )
-        )
+        message = f"is not valid JSON: {error.msg}{hint}"
+        file.report("syntax", message, (error.lineno, error.colno))
     except RecursionError:
-        file.findings.append(Finding("syntax", "is nested too deeply to be read", file=file.name))
+        file.report("syntax", "is nested too deeply to be read")
 
 
 def _json_members(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[str, Any, int]]:
@@ -163,49 +152,25 @@ def _read_toml(text: str, file: ConfigFile) -> None:
         values = document.unwrap()
     except ParseError as error:
         message = f"is not valid TOML: {str(error).partition(' at line ')[0]}"
-        file.findings.append(
-            Finding("syntax", message, file=file.name, line=error.line, column=error.col + 1)
-        )
+        file.report("syntax", message, (error.line, error.col + 1))
         return
     except (TOMLKitError, ValueError, RecursionError) as error:
-        message = f"is not valid TOML: {str(error) or type(error).__name__}"
-        file.findings.append(Finding("syntax", message, file=file.name))
+        file.report("syntax", f"is not valid TOML: {str(error) or type(error).__name__}")
         return
     file.values = values
     # tomlkit renders a document byte for byte, so the lengths of its items add up to offsets.
     offset = 0
     for key, item in document.body:
-        if key is None:
-            offset += len(item.as_string())
-            continue
-        if not hasattr(item, "trivia") or isinstance(
-            item, (tomlkit.items.Table, tomlkit.items.AoT)
-        ):
-            break  # no top-level key can follow a table
-        trivia = item.trivia
-        file.places[key.key] = _place(text, offset + len(trivia.indent))
-        offset += sum(
-            map(
-                len,
-                (
-                    trivia.indent,
-                    key.as_string(),
-                    key.sep,
-                    item.as_string(),
-                    trivia.comment_ws,
-                    trivia.comment,
-                    trivia.trail,
-                ),
-            )
-        )
-
-
-def _duplicate(file: ConfigFile, key: str, place: Place) -> Finding:
-    first = file.places[key][0]
-    message = f"is already given in line {first}; leave one of the two out"
-    return Finding(
-        "duplicate-key", message, key=key, file=file.name, line=place[0], column=place[1]
-    )
+        table = isinstance(item, (tomlkit.items.Table, tomlkit.items.AoT))
+        if table and key is not None and not key.is_dotted():
+            break  # no top-level key can follow a [table]
+        whole = tomlkit.container.Container()
+        whole.body.append((key, item))
+        rendered = whole.as_string()
+        if key is not None:
+            indent = len(rendered) - len(rendered.lstrip())
+            file.places.setdefault(key.key, _place(text, offset + indent))
+        offset += len(rendered)
 
 
 def _place(text: str, offset: int) -> Place:

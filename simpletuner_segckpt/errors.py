@@ -33,5 +33,13 @@ class UnknownFamily(SegckptError, LookupError):
         super().__init__(f"no model family is called `{name}`{hint}")
 
 
+class SegmentBroken(SegckptError, RuntimeError):
+    """The model's loop used the state inside a segment that had been proven unbroken.
+
+    Raised during forward, so before the backward of that forward. Calls of the same shape run
+    block by block from then on: the same forward can simply be tried again.
+    """
+
+
 class UnsupportedModel(SegckptError, TypeError):
     """The model has no stack of blocks that could be scheduled."""

@@ -6,18 +6,18 @@ from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
+from torch._dynamo.eval_frame import OptimizedModule  # what accelerate itself looks for
 from torch.nn import Module
 
 from .door import GATE_STATE, Door, logger
-from .errors import ConfigError, UnsupportedModel
-from .family import Family
-from .findings import Finding
-from .planning import make_report, unsupported_options
+from .errors import UnknownFamily, UnsupportedModel
+from .family import Family, matches
+from .planning import make_report
 from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .settings import ConfigSource, Settings, load_settings
-from .stacks import blocks_of, candidate_stacks, matching, units_of
-from .view import put_view, take_view
+from .stacks import block_list, blocks_of, candidate_stacks, matching, units_of
+from .view import check_viewable
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,21 @@ def apply(
     ``UnsupportedModel`` (no stack of blocks), and then leaves the model untouched.
     """
     settings = load_settings(config)
-    problems = unsupported_options(settings.checkpointing)
-    if problems:
-        raise ConfigError(
-            [Finding("unsupported-option", message, key) for key, message in problems.items()]
-        )
     base = unwrap(model)
     described = _find_family(base, settings, registry, family)
     stacks, left_out = _stacks_of(base, described)
-    report = make_report(settings, described, stacks, left_out)
     if not stacks:
         raise UnsupportedModel(
             f"{type(base).__name__} has no nn.ModuleList of two or more blocks to schedule"
         )
+    viewed = _needs_view(base, described)
+    for path in stacks if viewed else ():
+        check_viewable(block_list(base, path), path)
+    report = make_report(settings, described, stacks, left_out)
     for finding in settings.findings:
         logger.warning("%s", finding)
     remove(base)
-    door = _install(base, report, described, settings)
+    door = _install(base, report, described, settings, viewed)
     logger.info("installed on %s: %s", type(base).__name__, report)
     return Installation(base, report, door)
 
@@ -85,29 +83,20 @@ def remove(model: Module) -> None:
 
     Checkpointing is switched on or off as it was before ``apply``.
     """
-    base: Any = unwrap(model)
+    base = unwrap(model)
     door = _door_of(base)
-    if door is None:
-        return
-    for handle in door.handles:
-        handle.remove()
-    for stack in door.stacks:
-        take_view(base, stack.path)
-    flag, function = GATE_STATE
-    for name, state in door.before.items():
-        gate: Any = base.get_submodule(name)
-        for key in GATE_STATE:
-            if key in state:
-                setattr(gate, key, state[key])
-            else:
-                gate.__dict__.pop(key, None)
-    if any(state.get(flag) and state.get(function) is None for state in door.before.values()):
-        base.enable_gradient_checkpointing()  # in a copy: the stock function cannot be copied
+    if door is not None:
+        door.detach(base)
 
 
 def unwrap(model: Module) -> Module:
-    """The model itself inside DDP, FSDP, ``torch.compile`` and PEFT wrappers."""
-    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+    """The module whose forward runs, inside DDP, FSDP, ``torch.compile`` and PEFT wrappers.
+
+    Where accelerate compiled the regions of a model, that is the copy that it made.
+    """
+    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
+    if isinstance(inner, OptimizedModule):
+        return unwrap(inner._orig_mod)
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
 
 
@@ -117,20 +106,25 @@ def _find_family(
     if isinstance(family, Family):
         return family
     known = FamilyRegistry.default() if registry is None else registry
-    flavour = settings.trainer.model_flavour
+    name, flavour = settings.trainer.model_family, settings.trainer.model_flavour
     if family is not None:
         return known.find(family, flavour)
-    named = settings.trainer.model_family
-    found = known.for_class(type(base), named, flavour)
+    class_name = type(base).__name__
+    found = known.for_class(type(base), name, flavour)
+    try:
+        named = known.find(name, flavour) if name else None
+    except UnknownFamily as error:
+        logger.warning("model_family: %s", error)
+        named = None
+    if found is None and named and all(block_list(base, s.path) for s in named.stacks):
+        return named  # a trainer's own class, with the stacks of the family that it names
     if found is None:
-        logger.warning(
-            "no family describes %s; its stacks are found by probing", type(base).__name__
-        )
-    elif named and known.find(named, flavour).family != found.family:
+        logger.warning("no family describes %s; its stacks are found by probing", class_name)
+    elif named and named.family != found.family:
         logger.warning(
             "model_family is %s, but %s belongs to %s, which is used",
-            named,
-            type(base).__name__,
+            name,
+            class_name,
             found.family,
         )
     return found
@@ -151,32 +145,39 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
             left_out.append((stack.path, f"{type(base).__name__} has no such list of blocks"))
         stacks |= found
     units = units_of(base, family.units, stacks)
-    described = {entry.path: entry.reason for entry in family.left_out}
     left_out += [
-        (path, described.get(path, f"not described by the family {family.family}"))
+        (path, _reason_left_out(family, path))
         for path in candidates
-        if path not in stacks and not any(unit.startswith(f"{path}.") for unit in units)
+        if path not in stacks
+        and not any(known.startswith(f"{path}.") for known in (*units, *stacks))
     ]
     return stacks | ({UNITS: len(units)} if units else {}), left_out
 
 
-def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:
-    gates = {name: m for name, m in base.named_modules() if hasattr(m, "gradient_checkpointing")}
+def _reason_left_out(family: Family, path: str) -> str:
+    reasons = (entry.reason for entry in family.left_out if matches(entry.path, path))
+    return next(reasons, f"not described by the family {family.family}")
+
+
+def _needs_view(base: Module, family: Family | None) -> bool:
+    """Whether the model's loop must not, or cannot, ask its checkpoint function."""
+    if family and family.view:
+        return True
+    return not getattr(base, "_supports_gradient_checkpointing", False)
+
+
+def _install(
+    base: Any, report: Report, family: Family | None, settings: Settings, viewed: bool
+) -> Door:
+    gates = {name: m for name, m in base.named_modules() if hasattr(m, GATE_STATE[0])}
     off = next((str(c) for c in report.conditions if c.off), "")
-    viewed = bool(family and family.view) or not getattr(
-        base, "_supports_gradient_checkpointing", False
-    )
+    conditions = [
+        Condition("call", c.argument, c.reason, c.stacks)
+        for c in (family.conditions if family else ())
+    ]
+    parameters = list(signature(type(base).forward).parameters)[1:]
     door = Door(
-        report.stacks,
-        settings.checkpointing,
-        list(signature(type(base).forward).parameters)[1:],
-        list(gates),
-        [
-            Condition("call", c.argument, c.reason, c.stacks)
-            for c in (family.conditions if family else ())
-        ],
-        viewed,
-        off,
+        report.stacks, settings.checkpointing, parameters, list(gates), conditions, viewed, off
     )
     door.before = {
         name: {key: gate.__dict__[key] for key in GATE_STATE if key in gate.__dict__}
@@ -185,16 +186,15 @@ def _install(base: Any, report: Report, family: Family | None, settings: Setting
     for stack in door.stacks:
         blocks = blocks_of(base, stack.path)
         door.gap_blocks += [blocks[index] for index in stack.gap]
-        if viewed and not off:
-            put_view(base, stack.path, door)
     if off:
         door.switch(base, False)
-    elif viewed:
-        door.claim(base)
-        door.switch(base, True)
     else:
         door.claim(base)
-        base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
+        if viewed:
+            door.put_views(base)
+            door.switch(base, True)
+        else:
+            base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
     door.handles = [
         base.register_forward_pre_hook(door.open, with_kwargs=True),
         base.register_forward_hook(door.close, always_call=True),

@@ -90,13 +90,13 @@ class Handed(torch.Tensor):
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         handed = [leaf for leaf in leaves if isinstance(leaf, Handed)]
         plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
-        versions = [version(alias.plain) for alias in handed]
+        before = [_identity(alias.plain) for alias in handed]
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*plain_args, **plain_kwargs)
         if func in _METADATA:
             return result
-        for alias, before in zip(handed, versions, strict=True):
-            if result is alias.plain and version(result) == before:
+        for alias, identity in zip(handed, before, strict=True):
+            if result is alias.plain and _identity(result) == identity:
                 return alias  # .to() or .contiguous() with nothing to do
         for alias in handed:
             alias.on_read(getattr(func, "__name__", str(func)))
@@ -168,16 +168,19 @@ def version(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
-def argument_name(block: torch.nn.Module, spec: pytree.TreeSpec, index: int) -> str:
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What an operation in place changes: the values, or the tensor's place in the graph."""
+    return version(tensor), tensor.grad_fn, tensor.requires_grad
+
+
+def argument_name(
+    block: torch.nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, index: int
+) -> str:
     """Name of the parameter of ``block.forward`` to which argument leaf ``index`` belongs."""
+    tree = pytree.tree_unflatten(list(leaves), spec)
+    path: Any = pytree.tree_flatten_with_path(tree)[0][index][0]
+    part, key = path[:2]
+    if part.idx == 1:  # a keyword
+        return str(key.key)
     parameters = list(inspect.signature(type(block).forward).parameters)[1:]
-    positional, keyword = spec.children()
-    for position, child in enumerate(positional.children()):
-        index -= child.num_leaves
-        if index < 0:
-            return parameters[position] if position < len(parameters) else f"number {position}"
-    for name, child in zip(keyword.context, keyword.children(), strict=True):
-        index -= child.num_leaves
-        if index < 0:
-            return str(name)
-    return "?"
+    return parameters[key.idx] if key.idx < len(parameters) else f"number {key.idx}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from .conditions import config_conditions
 from .config_schema import CheckpointingConfig
 from .family import Family, Stack
-from .report import UNITS, Condition, Report, StackReport, Strategy, overall_strategy
+from .report import UNITS, Condition, Report, StackReport, Strategy
 from .schedule import Schedule, make_schedules
 from .settings import Settings
 
@@ -23,7 +23,7 @@ def make_report(
     config = settings.checkpointing
     conditions = config_conditions(settings.trainer)
     if not config.enabled:
-        switch = Condition("config", "gradient_checkpointing", "is off", off=True)
+        switch = Condition("config", "gradient_checkpointing", "it is off", off=True)
         conditions.insert(0, switch)
     schedules = make_schedules(stacks, config.interval, config.stride, config.keep_last)
     reports = [
@@ -32,7 +32,6 @@ def make_report(
     ]
     return Report(
         family.family if family else None,
-        overall_strategy(reports),
         tuple(conditions),
         tuple(reports),
         tuple(left_out),
@@ -59,6 +58,8 @@ def _stack_report(
         reasons.append("units are handed over one by one")
     if config.interval == 1:
         reasons.append("gradient_checkpointing_interval is 1")
+    elif all(len(segment) == 1 for segment in schedule.segments):
+        reasons.append("no segment holds more than one block")
     if reasons:
         return report("per-block", schedule.per_block(), reasons[0])
     cut = f"segments are cut {described.cut}" if described and described.cut else ""
@@ -69,23 +70,3 @@ def _described(family: Family | None, path: str) -> Stack | None:
     """What the family says of the stack at ``path``."""
     stacks = family.stacks if family else ()
     return next((stack for stack in stacks if stack.describes(path)), None)
-
-
-def unsupported_options(config: CheckpointingConfig) -> dict[str, str]:
-    """Keys that ask for something this version cannot carry out, each with the reason."""
-    if not config.enabled:
-        return {}
-    problems = {}
-    if config.backend != "torch":
-        problems["gradient_checkpointing_backend"] = (
-            f"is {config.backend}, which this version cannot carry out; write torch"
-        )
-    if config.offload_attention:
-        problems["gradient_checkpointing_offload_attention"] = (
-            "cannot be carried out by this version; write false"
-        )
-    if config.keep:
-        problems["gradient_checkpointing_keep"] = (
-            "cannot be carried out by this version; leave it out"
-        )
-    return problems

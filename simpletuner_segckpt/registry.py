@@ -82,10 +82,7 @@ class FamilyRegistry:
         if not known:
             near = difflib.get_close_matches(wanted, self.names(), n=1)
             raise UnknownFamily(name, near[0] if near else None)
-        for family in known:
-            if flavour and flavour.lower() in (f.lower() for f in family.flavours):
-                return family
-        return next((family for family in known if family.default), known[0])
+        return _of_flavour(known, flavour)
 
     def for_class(
         self, model_class: type, name: str | None = None, flavour: str | None = None
@@ -99,13 +96,17 @@ class FamilyRegistry:
             known = [f for f in self if any(_is_class(base, path) for path in f.classes)]
             if known:
                 named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
-                flavoured = [f for f in named if flavour in f.flavours]
-                return (flavoured or named or known)[0]
+                return _of_flavour(named or known, flavour)
         return None
 
-    def for_class_name(self, name: str) -> Family | None:
-        """The family of a class named in a model's ``config.json`` (its ``_class_name``)."""
-        return next((f for f in self if name in {c.rpartition(".")[2] for c in f.classes}), None)
+    def for_class_name(self, class_name: str, name: str | None = None) -> Family | None:
+        """The family of a class named in a model's ``config.json`` (its ``_class_name``).
+
+        ``name`` decides between families that share a class.
+        """
+        known = [f for f in self if class_name in (c.rpartition(".")[2] for c in f.classes)]
+        named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
+        return next(iter(named or known), None)
 
     def names(self) -> list[str]:
         """Every ``model_family`` value that is known, without aliases, sorted."""
@@ -131,6 +132,13 @@ def read_family(path: Traversable) -> Family:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise FamilyError(f"{path}: `{key}`: {first['msg']}") from None
+
+
+def _of_flavour(families: list[Family], flavour: str | None) -> Family:
+    """The one of ``families`` that has the flavour, else the default one, else the first."""
+    wanted = (flavour or "").lower()
+    having = [f for f in families if wanted in (own.lower() for own in f.flavours)]
+    return next(iter(having or [f for f in families if f.default] or families))
 
 
 def _spelling(name: str) -> str:

@@ -3,7 +3,6 @@
 Plain records without torch, shared by ``validate`` (before a model exists) and ``apply``.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,10 +76,16 @@ class Report:
     """What is installed on a model, or would be."""
 
     family: str | None
-    strategy: Strategy
     conditions: tuple[Condition, ...] = ()
     stacks: tuple[StackReport, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (path, reason)
+
+    @property
+    def strategy(self) -> Strategy:
+        """``segmented`` if any stack is, else ``per-block`` if any is, else ``off``."""
+        found = {stack.strategy for stack in self.stacks}
+        order: tuple[Strategy, ...] = ("native", "segmented", "per-block")
+        return next((strategy for strategy in order if strategy in found), "off")
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -141,12 +146,3 @@ class Effect:
             if stack.path == path:
                 return stack
         raise KeyError(path)
-
-
-def overall_strategy(stacks: Iterable[StackReport]) -> Strategy:
-    """``segmented`` if any stack is, else ``per-block`` if any is, else ``off``."""
-    found = {stack.strategy for stack in stacks}
-    for strategy in ("segmented", "per-block"):
-        if strategy in found:
-            return strategy
-    return "off"

@@ -21,20 +21,43 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from .backends import Checkpoint
+from .errors import SegmentBroken
 from .links import Arguments, Handed, Link, argument_name, hand_out, plain_tree, read
 from .report import UNITS, Condition, Effect, StackEffect, Strategy, Unit
 from .schedule import Schedule
+from .stacks import uncompiled
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
 Boundary = Link | str
 
 
-class SegmentBroken(RuntimeError):
-    """The model's loop used the state inside a segment that had been proven unbroken.
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The blocks of one stack, and how they are to be checkpointed."""
 
-    Raised during forward, before any gradient exists. Calls of the same shape run block by
-    block from then on, so the same step can simply be tried again.
+    path: str
+    schedule: Schedule
+    blocks: Sequence[Module]
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the record of one forward allows: the schedule, cut where a boundary is no link.
+
+    ``reason`` says why it was cut inside a segment, if it was.
     """
+
+    schedule: Schedule
+    boundaries: tuple[Boundary, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, schedule: Schedule, boundaries: Sequence[Boundary]) -> "Proof":
+        broken = {k: boundary for k, boundary in enumerate(boundaries) if isinstance(boundary, str)}
+        inside = [k for segment in schedule.segments for k in segment[:-1] if k in broken]
+        reason = broken[inside[0]] if inside else ""
+        return cls(schedule.cut(frozenset(broken)), tuple(boundaries), reason)
 
 
 class StackRun:
@@ -42,38 +65,25 @@ class StackRun:
 
     strategy: Strategy = "per-block"
 
-    def __init__(
-        self,
-        path: str,
-        schedule: Schedule,
-        blocks: Sequence[Module],
-        checkpoint: Checkpoint,
-        reason: str = "",
-    ):
-        self.path = path
-        self.schedule = schedule
-        self.blocks = blocks
-        self.checkpoint = checkpoint
+    def __init__(self, stack: Stack, reason: str = ""):
+        self.stack = stack
         self.reason = reason
         self.units: list[Unit] = []
-        self.segment_of = {block: s for s in schedule.segments for block in s}
+        self.segment_of = {block: s for s in stack.schedule.segments for block in s}
 
-    def step(self, index: int, args: tuple, kwargs: dict, adjacent: bool) -> Any:
-        """Answer the loop's call of block ``index``.
-
-        ``adjacent``: the call before this one was for block ``index - 1`` of this stack.
-        """
+    def step(self, index: int, args: tuple, kwargs: dict) -> Any:
+        """Answer the loop's call of block ``index``."""
         return self.run_alone(index, args, kwargs)
 
     def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
         self.units.append(Unit(range(index, index + 1), covered))
-        block = self.blocks[index]
-        return self.checkpoint(block, *args, **kwargs) if covered else block(*args, **kwargs)
+        block = self.stack.blocks[index]
+        return self.stack.checkpoint(block, *args, **kwargs) if covered else block(*args, **kwargs)
 
     def between(self, what: str) -> None:
-        """Something else than the next block of this stack was called."""
+        """Something else than a block of this stack was called."""
 
     def finish(self) -> None:
         """The model's forward is over."""
@@ -82,7 +92,7 @@ class StackRun:
         """The model's forward raised: let go of every tensor."""
 
     def effect(self) -> StackEffect:
-        return StackEffect(self.path, self.strategy, self.reason, tuple(self.units))
+        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.units))
 
 
 class RecordingRun(StackRun):
@@ -91,78 +101,95 @@ class RecordingRun(StackRun):
     ``shape`` is the shape of call that the record will hold for.
     """
 
-    def __init__(
-        self,
-        path: str,
-        schedule: Schedule,
-        blocks: Sequence[Module],
-        checkpoint: Checkpoint,
-        shape: tuple,
-    ):
-        super().__init__(path, schedule, blocks, checkpoint, "first forward of this shape of call")
+    def __init__(self, stack: Stack, shape: tuple):
+        super().__init__(stack, "first forward of this shape of call")
         self.shape = shape
-        self.boundaries: list[Boundary] = [
-            f"block {k + 1} was not called right after block {k}"
-            for k in range(len(self.blocks) - 1)
-        ]
+        self._boundaries: dict[int, Boundary] = {}
         self._reads: dict[int, str] = {}
-        self._previous: Arguments | None = None
-        self._handed: dict[int, list[weakref.ref | None]] = {}
+        self._handed: list[tuple[int, weakref.ref[Handed]]] = []
+        # Of the block that ran last, unless something else ran since.
+        self._index: int | None = None
+        self._arguments: Arguments | None = None
+        self._returned: list[Any] = []
 
-    def step(self, index: int, args: tuple, kwargs: dict, adjacent: bool) -> Any:
-        if adjacent and self._previous is not None:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            self.boundaries[index - 1] = self._compare(index, self._previous, leaves, spec)
+    def step(self, index: int, args: tuple, kwargs: dict) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self._index is not None and index == self._index + 1:
+            self._note(self._index, self._compare(index, leaves, spec))
         else:
-            read((args, kwargs), f"argument of block {index}")
+            read(leaves, f"argument of block {index}")
         args, kwargs = plain_tree((args, kwargs))
         result = self.run_alone(index, args, kwargs)
-        if index + 1 == len(self.blocks):
+        self._index = index
+        self._arguments = Arguments(args, kwargs)
+        if index + 1 == len(self.stack.blocks):
+            self._returned = []
             return result
-        self._previous = Arguments(args, kwargs)
-        handed = hand_out(result, lambda operation: self._note_read(index, operation))
-        self._handed[index] = [
+        handed = hand_out(result, partial(self._note_read, index))
+        self._returned = [
             weakref.ref(leaf) if isinstance(leaf, Handed) else None
             for leaf in pytree.tree_leaves(handed)
         ]
+        self._handed += [(index, reference) for reference in self._returned if reference]
         return handed
 
-    def _compare(
-        self, index: int, before: Arguments, leaves: list[Any], spec: pytree.TreeSpec
-    ) -> Boundary:
-        """What leads from block ``index - 1`` to the arguments of block ``index``."""
+    def _compare(self, index: int, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
+        """What leads from block ``index - 1``, which ran last, to these arguments."""
+        before = self._arguments
+        assert before is not None
         if spec != before.spec:
             read(leaves, f"argument of block {index}")
             return f"block {index} is called with other arguments than block {index - 1}"
-        returned = self._handed[index - 1]
         carried = []
         differs = None
         for i, leaf in enumerate(leaves):
-            source = next((j for j, ref in enumerate(returned) if ref and ref() is leaf), None)
+            source = self._source(leaf)
             if source is not None:
                 carried.append((i, source))
             elif isinstance(leaf, Handed) or not before.same(i, leaf):
                 read(leaf, f"argument of block {index}")
-                differs = differs or argument_name(self.blocks[index], spec, i)
+                differs = differs or argument_name(self.stack.blocks[index], leaves, spec, i)
         if differs:
             return f"block {index} does not get the same `{differs}` as block {index - 1}"
         if not carried:
             return f"block {index} takes nothing that block {index - 1} returned"
         return Link(tuple(carried))
 
+    def _source(self, leaf: Any) -> int | None:
+        """Which leaf of what the last block returned ``leaf`` is."""
+        if not isinstance(leaf, Handed):
+            return None
+        return next((j for j, ref in enumerate(self._returned) if ref and ref() is leaf), None)
+
+    def _note(self, boundary: int, found: Boundary) -> None:
+        """A loop may pass a boundary more than once; it is a link if it always was the same."""
+        known = self._boundaries.setdefault(boundary, found)
+        if known != found:
+            self._boundaries[boundary] = f"block {boundary + 1} is reached in different ways"
+
     def _note_read(self, index: int, operation: str) -> None:
         self._reads.setdefault(index, f"the model uses the output of block {index} ({operation})")
 
+    def between(self, what: str) -> None:
+        self._index = None
+
     def finish(self) -> None:
-        self._previous = None
-        for index, references in self._handed.items():
-            if any(reference is not None and reference() is not None for reference in references):
-                self.boundaries[index] = f"the model keeps the output of block {index}"
-        for index, reason in self._reads.items():
-            self.boundaries[index] = reason
+        for index, reference in self._handed:
+            if reference() is not None:
+                self._boundaries[index] = f"the model keeps the output of block {index}"
+        self._boundaries |= self._reads
+        self.abandon()
 
     def abandon(self) -> None:
-        self._previous = None
+        self._index = self._arguments = None
+
+    def proof(self) -> Proof:
+        """What the finished record allows."""
+        boundaries = [
+            self._boundaries.get(k, f"block {k + 1} was not called right after block {k}")
+            for k in range(len(self.stack.blocks) - 1)
+        ]
+        return Proof.of(self.stack.schedule, boundaries)
 
 
 @dataclass(slots=True)
@@ -183,29 +210,16 @@ class SegmentedRun(StackRun):
     ``on_broken`` is told, before :class:`SegmentBroken` is raised, why segments are wrong.
     """
 
-    strategy: Strategy = "segmented"
-
-    def __init__(
-        self,
-        path: str,
-        schedule: Schedule,
-        blocks: Sequence[Module],
-        checkpoint: Checkpoint,
-        boundaries: Sequence[Boundary],
-        on_broken: Callable[[str, str], None],
-    ):
-        uncrossed = {k: b for k, b in enumerate(boundaries) if isinstance(b, str)}
-        cut = schedule.cut(frozenset(uncrossed))
-        lost = [k for s in schedule.segments for k in s[:-1] if k in uncrossed]
-        super().__init__(path, cut, blocks, checkpoint, uncrossed[lost[0]] if lost else "")
-        if all(len(segment) == 1 for segment in cut.segments):
-            self.strategy = "per-block"
-        self.boundaries = boundaries
+    def __init__(self, stack: Stack, proof: Proof, on_broken: Callable[[str], None]):
+        super().__init__(stack, proof.reason)
+        if any(len(segment) > 1 for segment in stack.schedule.segments):
+            self.strategy = "segmented"
+        self.boundaries = proof.boundaries
         self.on_broken = on_broken
         self._open: _OpenSegment | None = None
-        self._aliases: list[tuple[int, weakref.ref]] = []
+        self._aliases: list[tuple[range, weakref.ref[Handed]]] = []
 
-    def step(self, index: int, args: tuple, kwargs: dict, adjacent: bool) -> Any:
+    def step(self, index: int, args: tuple, kwargs: dict) -> Any:
         if self._open is not None:
             return self._follow(self._open, index, args, kwargs)
         segment = self.segment_of.get(index)
@@ -215,31 +229,25 @@ class SegmentedRun(StackRun):
 
     def _lead(self, segment: range, args: tuple, kwargs: dict) -> Any:
         arguments = Arguments(args, kwargs)
-        blocks = self.blocks[segment.start : segment.stop]
+        blocks = self.stack.blocks[segment.start : segment.stop]
         # The schedule was cut wherever a boundary is no link.
         links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
         segment_call = partial(run_segment, blocks, links, arguments.spec)
-        result = self.checkpoint(segment_call, *arguments.leaves)
+        result = self.stack.checkpoint(segment_call, *arguments.leaves)
         self.units.append(Unit(segment, True))
-        handed = hand_out(
-            result,
-            lambda operation: self._break(
-                f"the loop uses the state between its blocks ({operation})", segment
-            ),
-        )
+        handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
-        self._aliases += [
-            (segment.start, weakref.ref(leaf)) for leaf in leaves if isinstance(leaf, Handed)
-        ]
+        self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
         self._open = _OpenSegment(segment, arguments, result, handed, leaves, segment.start + 1)
         return handed
 
     def _follow(self, open_: _OpenSegment, index: int, args: tuple, kwargs: dict) -> Any:
+        segment = open_.blocks
         if index != open_.due:
-            self._break(f"block {index} was called where block {open_.due} was due")
+            self._break(segment, f"block {index} was called where block {open_.due} was due")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != open_.arguments.spec:
-            self._break(f"block {index} is called with other arguments than block {index - 1}")
+            self._break(segment, f"block {index} is called with other arguments")
         sources = dict(cast("Link", self.boundaries[index - 1]).carried)
         for i, leaf in enumerate(leaves):
             if i in sources:
@@ -247,36 +255,39 @@ class SegmentedRun(StackRun):
             else:
                 unchanged = open_.arguments.same(i, leaf)
             if not unchanged:
-                name = argument_name(self.blocks[index], spec, i)
-                self._break(f"block {index} does not get the `{name}` that block {index - 1} left")
+                name = argument_name(self.stack.blocks[index], leaves, spec, i)
+                self._break(
+                    segment, f"block {index} does not get the `{name}` that was left for it"
+                )
         open_.due += 1
-        if open_.due < open_.blocks.stop:
+        if open_.due < segment.stop:
             return open_.handed
         self._open = None
         return open_.result
 
-    def _break(self, reason: str, segment: range | None = None) -> NoReturn:
-        if segment is None:
-            segment = self._open.blocks if self._open else range(0)
+    def _break_at_read(self, segment: range, operation: str) -> NoReturn:
+        self._break(segment, f"the loop uses the state between its blocks ({operation})")
+
+    def _break(self, segment: range, reason: str) -> NoReturn:
         self._open = None
-        self.on_broken(self.path, reason)
-        where = f"blocks {segment.start} to {segment.stop - 1} of `{self.path}`"
+        self.on_broken(reason)
+        where = f"blocks {segment.start} to {segment.stop - 1} of `{self.stack.path}`"
         raise SegmentBroken(
-            f"{where} ran as one segment, but {reason}. The forward was stopped before any "
-            "gradient was computed; calls like this one run block by block from now on, so "
+            f"{where} ran as one segment, but {reason}. The forward was stopped before its "
+            "backward could use it; calls like this one run block by block from now on, so "
             "repeat the step."
         )
 
     def between(self, what: str) -> None:
         if self._open is not None:
-            self._break(f"{what} ran before block {self._open.due}")
+            self._break(self._open.blocks, f"{what} ran before block {self._open.due}")
 
     def finish(self) -> None:
         if self._open is not None:
-            self._break(f"the forward ended without block {self._open.due}")
-        for start, reference in self._aliases:
+            self._break(self._open.blocks, f"the forward ended without block {self._open.due}")
+        for segment, reference in self._aliases:
             if reference() is not None:
-                self._break("the model keeps the state between its blocks", self.segment_of[start])
+                self._break(segment, "the model keeps the state between its blocks")
 
     def abandon(self) -> None:
         self._open = None
@@ -302,22 +313,22 @@ def run_segment(
 class UnitsRun(StackRun):
     """Modules of no stack, in the order in which they are asked for during one forward.
 
-    ``schedule`` covers the units that were counted beforehand; should there be more, they
+    The schedule covers the units that were counted beforehand; should there be more, they
     follow the rule of ``interval`` and ``stride``.
     """
 
     def __init__(self, schedule: Schedule, checkpoint: Checkpoint, interval: int, stride: int):
-        super().__init__(UNITS, schedule, [], checkpoint, "units are handed over one by one")
+        super().__init__(Stack(UNITS, schedule, (), checkpoint), "units are handed over one by one")
         self.interval = interval
         self.stride = stride
 
     def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
         index = len(self.units)
         covered = index in self.segment_of
-        if index >= self.schedule.blocks:
+        if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
         self.units.append(Unit(range(index, index + 1), covered))
-        return self.checkpoint(unit, *args, **kwargs) if covered else unit(*args, **kwargs)
+        return self.stack.checkpoint(unit, *args, **kwargs) if covered else unit(*args, **kwargs)
 
 
 class Forward:
@@ -329,35 +340,39 @@ class Forward:
         self.runs = tuple(runs)
         self.units = units
         self.conditions = tuple(conditions)
+        self._hands_out = any(type(run) is not StackRun for run in self.runs)
         self._places: dict[int, tuple[StackRun, int]] = {}
         for run in self.runs:
-            for index, block in enumerate(run.blocks):
+            for index, block in enumerate(run.stack.blocks):
+                # Twice: the loop may go over the list as it was before its blocks were compiled.
                 self._places[id(block)] = (run, index)
-                # A loop over the original list of a model whose blocks were compiled.
-                self._places[id(getattr(block, "_orig_mod", block))] = (run, index)
-        self._last: tuple[StackRun, int] | None = None
+                self._places[id(uncompiled(block))] = (run, index)
+        self._last: StackRun | None = None
 
     def step(self, block: Module, args: tuple, kwargs: dict) -> Any:
         """Answer the loop's call of ``block``; a block of no stack is a unit."""
-        place = self._places.get(id(block))
-        last, self._last = self._last, place
-        if last is not None and (place is None or place[0] is not last[0]):
-            last[0].between(f"a {type(block).__name__} of another stack")
-        if place is None:
-            read((args, kwargs), type(block).__name__)
+        run, index = self._places.get(id(block), (self.units, -1))
+        if self._last is not None and self._last is not run:
+            self._last.between(f"a {type(block).__name__} of another stack")
+        self._last = run
+        if self._hands_out and type(run) in (StackRun, UnitsRun):
+            read((args, kwargs), f"argument of a {type(block).__name__}")
             args, kwargs = plain_tree((args, kwargs))
+        if run is self.units:
             return self.units.run_unit(block, args, kwargs)
-        run, index = place
-        return run.step(index, args, kwargs, adjacent=last == (run, index - 1))
+        return run.step(index, args, kwargs)
 
     def finish(self) -> None:
+        """The model's forward is over. Raises ``SegmentBroken``."""
         for run in self.runs:
             run.finish()
 
     def abandon(self) -> None:
+        """The model's forward raised: let go of every tensor."""
         for run in self.runs:
             run.abandon()
 
     def effect(self) -> Effect:
+        """What ran, stack by stack."""
         runs = (*self.runs, self.units) if self.units.units else self.runs
         return Effect(tuple(run.effect() for run in runs), self.conditions)

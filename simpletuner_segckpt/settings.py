@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
 
 from .config_schema import (
     CHECKPOINTING_KEYS,
@@ -15,6 +16,7 @@ from .config_schema import (
     CheckpointingConfig,
     TrainerKeys,
     is_unset,
+    switch,
 )
 from .configfile import ConfigFile, read_config_file
 from .errors import ConfigError
@@ -46,7 +48,7 @@ def load_settings(source: ConfigSource) -> Settings:
     Raises ``ConfigError`` with every finding when one of them is an error.
     """
     if isinstance(source, CheckpointingConfig):
-        return Settings(source, TrainerKeys())
+        source = source.model_dump(by_alias=True)
     if isinstance(source, argparse.Namespace):
         file = ConfigFile(values={k: v for k, v in vars(source).items() if v is not None})
     elif isinstance(source, Mapping):
@@ -67,20 +69,42 @@ def load_settings(source: ConfigSource) -> Settings:
 def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     """The settings in a file, or None when an error forbids them, and all findings."""
     findings = list(file.findings)
+    readable = len(findings)
     values = _canonical(file, findings)
     checkpointing = _validated(CheckpointingConfig, file, values, findings)
     if _is_off(values):
         # What is wrong with keys that have no effect must not stop a run.
-        readable = len(file.findings)
         findings[readable:] = [replace(f, severity="warning") for f in findings[readable:]]
         checkpointing = CheckpointingConfig(enabled=False)
     trainer = _validated(TrainerKeys, file, values, findings)
     if checkpointing is not None:
         _warn(checkpointing, file, values, findings)
+        for key, message in unsupported_options(checkpointing).items():
+            findings.append(file.finding("unsupported-option", message, written(file, key)))
     failed = any(finding.severity == "error" for finding in findings)
     if failed or checkpointing is None or trainer is None:
         return None, findings
     return Settings(checkpointing, trainer, tuple(findings)), findings
+
+
+def unsupported_options(config: CheckpointingConfig) -> dict[str, str]:
+    """Keys that ask for something this version cannot carry out, each with the reason."""
+    if not config.enabled:
+        return {}
+    problems = {}
+    if config.backend != "torch":
+        problems["gradient_checkpointing_backend"] = (
+            f"is {config.backend}, which this version cannot carry out; write torch"
+        )
+    if config.offload_attention:
+        problems["gradient_checkpointing_offload_attention"] = (
+            "cannot be carried out by this version; write false"
+        )
+    if config.keep:
+        problems["gradient_checkpointing_keep"] = (
+            "cannot be carried out by this version; leave it out"
+        )
+    return problems
 
 
 def written(file: ConfigFile, key: str) -> str:
@@ -93,6 +117,8 @@ def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
     known = (*CHECKPOINTING_KEYS, *TRAINER_KEYS)
     values: dict[str, Any] = {}
     for key, value in file.values.items():
+        if not isinstance(key, str):  # a mapping may have others
+            continue
         plain = key.removeprefix("--")
         if plain in known:
             if plain in values:
@@ -122,10 +148,9 @@ def _validated(
 
 
 def _is_off(values: Mapping[str, Any]) -> bool:
-    switch = "gradient_checkpointing"
     try:
-        return not CheckpointingConfig.model_validate({switch: values.get(switch)}).enabled
-    except ValidationError:
+        return switch()(values.get("gradient_checkpointing")) is False
+    except PydanticCustomError:
         return False
 
 
@@ -141,8 +166,9 @@ def _warn(
         findings.append(file.finding(rule, message, written(file, key), severity="warning"))
 
     if not config.enabled:
+        named = {finding.key for finding in findings}
         for key in given:
-            if key != "gradient_checkpointing":
+            if key != "gradient_checkpointing" and written(file, key) not in named:
                 warn("no-effect", key, "has no effect, since gradient_checkpointing is off")
         return
     stride = "gradient_checkpointing_segment_stride"

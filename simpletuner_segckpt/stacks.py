@@ -1,6 +1,7 @@
 """Find the lists of blocks in a model."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch.nn import Module, ModuleList
 
@@ -21,18 +22,26 @@ def blocks_of(model: Module, path: str) -> list[Module]:
     return list(block_list(model, path) or ())
 
 
+def uncompiled(block: Any) -> Any:
+    """The block inside ``torch.compile``'s wrapper, or the block itself."""
+    return getattr(block, "_orig_mod", block)
+
+
 def candidate_stacks(model: Module) -> dict[str, int]:
     """Path and length of every outermost list of two or more equal blocks in ``model``.
 
-    A block is a module with modules of its own; all blocks of a stack have one class.
+    A block is a module that can be called and has modules of its own; all blocks of a stack
+    have one class, and none is in the list twice.
     """
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
             continue
-        blocks = list(module)
-        classes = {type(block) for block in blocks}
-        if len(blocks) >= 2 and len(classes) == 1 and any(blocks[0].children()):
+        blocks = [uncompiled(block) for block in module]
+        if len(blocks) < 2 or len({type(block) for block in blocks}) > 1:
+            continue
+        callable_ = type(blocks[0]).forward is not Module.forward
+        if callable_ and any(blocks[0].children()) and len(set(blocks)) == len(blocks):
             found[path] = len(blocks)
     return found
 

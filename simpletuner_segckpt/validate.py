@@ -17,12 +17,13 @@ from .configfile import ConfigFile, read_config_file
 from .errors import FamilyError, UnknownFamily
 from .family import Family
 from .findings import RULES, Finding
-from .planning import make_report, unsupported_options
+from .planning import make_report
 from .registry import FamilyRegistry
-from .report import Report
+from .report import UNITS, Report
 from .settings import Settings, check_settings, written
 
 FORMATS = ("text", "json", "github")
+MOST_BLOCKS = 10_000
 
 
 class UsageError(Exception):
@@ -75,14 +76,22 @@ def check_file(
         return Checked(file.name, findings)
     if settings is None:
         return Checked(file.name, findings)
-    for key, message in unsupported_options(settings.checkpointing).items():
-        findings.append(file.finding("unsupported-option", message, written(file, key)))
-    if found is None and model_config:
-        found = registry.for_class_name(str(model_config.get("_class_name")))
+    if model_config is not None:
+        of_class = registry.for_class_name(str(model_config.get("_class_name")), name)
+        if found and of_class and of_class.family != found.family:
+            raise UsageError(
+                f"--model: {model_config['_class_name']} belongs to {of_class.family}, "
+                f"not to {found.family}"
+            )
+        found = found or of_class
     if found is None:
         return Checked(file.name, findings, notes=["no model_family: pass --family to see blocks"])
     counts, origin = _counts(found, flavour, model_config, blocks or {})
-    missing = [s.path for s in found.stacks if s.path not in counts and not s.optional]
+    missing = [
+        stack.path
+        for stack in found.stacks
+        if not stack.optional and not any(stack.describes(path) for path in counts)
+    ]
     if missing:
         message = (
             f"the number of blocks in {', '.join(missing)} is not known; "
@@ -105,16 +114,19 @@ def _counts(
     """Blocks per stack in execution order, and where the numbers come from."""
     origin, values = "block counts as given", model_config or {}
     size = family.size(flavour)
-    if model_config:
+    if model_config is not None:
         origin = "block counts from the model's config.json"
     elif size:
         origin, values = f"block counts of the published size {size[0]}", size[1]
     known = family.counts(values) | dict(blocks)
-    unknown = set(blocks) - {stack.path for stack in family.stacks}
+    unknown = [p for p in blocks if p != UNITS and not any(s.describes(p) for s in family.stacks)]
     if unknown:
         paths = ", ".join(stack.path for stack in family.stacks)
         raise UsageError(f"--blocks: {family.family} has no stack {min(unknown)}; it has {paths}")
-    return {s.path: known[s.path] for s in family.stacks if s.path in known}, origin
+    for path, count in known.items():
+        if not 1 <= count <= MOST_BLOCKS:
+            raise UsageError(f"{path} has {count} blocks; that must be 1 to {MOST_BLOCKS}")
+    return known, origin
 
 
 def _notes(settings: Settings, report: Report) -> list[str]:
@@ -137,7 +149,7 @@ def _notes(settings: Settings, report: Report) -> list[str]:
 def read_model_config(path: str) -> dict[str, Any]:
     """The ``config.json`` of a diffusers model or pipeline folder. Raises ``UsageError``."""
     folder = Path(path)
-    places = [folder, folder / "transformer", folder / "unet"]
+    places = [folder, folder / "transformer", folder / "unet"]  # a pipeline's subfolders
     found = next((p / "config.json" for p in places if (p / "config.json").is_file()), None)
     if found is None:
         raise UsageError(f"--model: {path} holds no config.json, transformer/ or unet/ folder")
@@ -187,11 +199,7 @@ def print_json(checked: Sequence[Checked]) -> None:
     documents = [
         {
             "file": result.file,
-            "findings": [
-                {"code": f.code, "rule": f.rule}
-                | {k: v for k, v in asdict(f).items() if k != "rule"}
-                for f in result.findings
-            ],
+            "findings": [{"code": f.code, **asdict(f)} for f in result.findings],
             "report": result.report and report_document(result.report),
             "notes": list(result.notes),
         }
@@ -225,12 +233,20 @@ def print_github(checked: Sequence[Checked]) -> None:
     """Workflow commands that show each finding beside the line it is about."""
     for result in checked:
         for finding in result.findings:
-            place = f"file={finding.file}"
+            place = f"file={_escaped(finding.file, ',:')}"
             if finding.line:
                 place += f",line={finding.line},col={finding.column}"
             key = f"`{finding.key}` " if finding.key else ""
-            text = printable(key + finding.message).replace("%", "%25")
-            print(f"::{finding.severity} {printable(place)},title={finding.code}::{text}")
+            text = _escaped(key + finding.message)
+            print(f"::{finding.severity} {place},title={finding.code}::{text}")
+
+
+def _escaped(text: str, also: str = "") -> str:
+    """``text`` as workflow commands want it: some characters as %XX."""
+    shown = printable(text)
+    for character in f"%{also}":
+        shown = shown.replace(character, f"%{ord(character):02X}")
+    return shown
 
 
 def printable(text: str) -> str:
@@ -289,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _stack_and_count(option: str) -> tuple[str, int]:
     path, _, count = option.rpartition("=")
-    if not path or not count.isdigit() or not 1 <= int(count) <= 100_000:
-        raise UsageError(f"--blocks {option}: write STACK=N with N a whole number, 1 or more")
+    if not path or count not in map(str, range(1, MOST_BLOCKS + 1)):
+        raise UsageError(f"--blocks {option}: write STACK=N with N from 1 to {MOST_BLOCKS}")
     return path, int(count)
 
 

@@ -7,19 +7,27 @@ own index stays true and what the loop does between two blocks is seen by the do
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from torch.nn import Module, ModuleList
 
-from .door import Door
 from .errors import UnsupportedModel
 from .stacks import block_list
+
+
+class Doorway(Protocol):
+    """What a view needs of a door."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Turn:
     """A block whose call goes through the door; every other attribute is the block's own."""
 
-    def __init__(self, block: Module, door: Door):
+    def __init__(self, block: Module, door: Doorway):
         object.__setattr__(self, "_block", block)
         object.__setattr__(self, "_door", door)
 
@@ -40,7 +48,7 @@ class Turn:
 class BlockView(ModuleList):
     """The block list of a model without a checkpoint function. Its door is ``_segckpt_door``."""
 
-    _segckpt_door: Door
+    _segckpt_door: Doorway
 
     def __iter__(self) -> Iterator[Any]:
         blocks = super().__iter__()
@@ -65,16 +73,19 @@ class BlockView(ModuleList):
         return Turn(block, self._segckpt_door)
 
 
-def put_view(model: Module, path: str, door: Door) -> None:
-    """Make the list at ``path`` a view. Raises ``UnsupportedModel`` for one with a class of
-    its own, whose behaviour a view would replace.
-    """
+def put_view(model: Module, path: str, door: Doorway) -> None:
+    """Make the list at ``path`` a view. Raises ``UnsupportedModel`` if it cannot be one."""
     blocks = block_list(model, path)
-    if type(blocks) is not ModuleList:
-        raise UnsupportedModel(f"{path} is a {type(blocks).__name__}, not a plain nn.ModuleList")
+    check_viewable(blocks, path)
     view: Any = blocks
     view.__class__ = BlockView
     view._segckpt_door = door
+
+
+def check_viewable(blocks: ModuleList | None, path: str) -> None:
+    """Raises ``UnsupportedModel`` for a list with a class of its own, which a view would hide."""
+    if type(blocks) not in (ModuleList, BlockView):
+        raise UnsupportedModel(f"{path} is a {type(blocks).__name__}, not a plain nn.ModuleList")
 
 
 def take_view(model: Module, path: str) -> None:

@@ -9,7 +9,8 @@ from simpletuner_segckpt.config_schema.generate import SCHEMA_FILE, json_schema,
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS
 
 from simpletuner_segckpt import CheckpointingConfig, ConfigError
-from simpletuner_segckpt.settings import load_settings
+from simpletuner_segckpt.configfile import ConfigFile
+from simpletuner_segckpt.settings import check_settings, load_settings
 
 ON = "gradient_checkpointing"
 INTERVAL = "gradient_checkpointing_interval"
@@ -94,18 +95,19 @@ def test_out_of_range(key, wrong):
 
 
 def test_buckets_zero_is_allowed():
-    assert read({BUCKETS: 0, OFFLOAD: True}).pin_memory_max_buckets == 0
+    assert read({BUCKETS: 0}).pin_memory_max_buckets == 0
 
 
 def test_keep():
-    assert read({KEEP: "attention"}).keep == ("attention",)
-    assert read({KEEP: ["ffn", "attention", "ffn"]}).keep == ("ffn", "attention")
-    assert read({KEEP: []}).keep == ()
+    parse = CheckpointingConfig.model_validate
+    assert parse({KEEP: "attention"}).keep == ("attention",)
+    assert parse({KEEP: ["ffn", "attention", "ffn"]}).keep == ("ffn", "attention")
+    assert parse({KEEP: []}).keep == ()
     assert codes({KEEP: ["mlp"]}) == codes({KEEP: 3}) == ["SEG205"]
 
 
 def test_backend():
-    assert read({BACKEND: "Torch_FFN"}).backend == "torch-ffn"
+    assert CheckpointingConfig(backend="Torch_FFN").backend == "torch-ffn"
     assert codes({BACKEND: "full"}) == codes({BACKEND: True}) == ["SEG205"]
 
 
@@ -145,6 +147,28 @@ def test_what_is_off_stops_nothing():
     assert settings.checkpointing == CheckpointingConfig(enabled=False)
     assert {f.severity for f in settings.findings} == {"warning"}
     assert {f.key for f in settings.findings} == {INTERVAL, STRIDE, BUCKETS, OFFLOAD}
+
+
+def test_a_key_that_is_off_and_wrong_is_named_once():
+    findings = load_settings({ON: False, BUCKETS: "abc"}).findings
+    assert [(f.code, f.key) for f in findings] == [("SEG203", BUCKETS)]
+
+
+def test_names_of_fields_mean_what_keys_mean():
+    assert CheckpointingConfig(enabled="none").enabled is False
+    by_key = CheckpointingConfig.model_validate({INTERVAL: 2, KEEP: ["ffn"]})
+    assert CheckpointingConfig(interval="2", keep="ffn") == by_key
+
+
+def test_keys_that_are_no_text():
+    assert read({3: "x", INTERVAL: 2}).interval == 2
+
+
+def test_what_this_version_cannot_do_is_refused_with_its_place(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"{INTERVAL}": 2,\n"{BACKEND}": "unsloth"}}')
+    with pytest.raises(ConfigError, match=r"config\.json:2:1: SEG402 error: .* write torch"):
+        load_settings(path)
 
 
 def test_other_keys_are_left_alone():
@@ -217,7 +241,8 @@ def test_the_schema_describes_every_key():
 )
 def test_the_schema_accepts_what_is_read(config):
     jsonschema.validate(config, json_schema())
-    read(config)
+    _, findings = check_settings(ConfigFile(values=config))
+    assert {finding.rule for finding in findings} <= {"unsupported-option", "no-effect"}
 
 
 @pytest.mark.parametrize(
