@@ -4,17 +4,20 @@ diffusers models ask ``self._gradient_checkpointing_func(block, *args)`` to run 
 ``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` is the public way to supply
 that function. :class:`Door` is such a function. A forward pre-hook decides how the blocks of
 this forward run, an always-called forward hook ends it. Where a loop must not or cannot ask its
-checkpoint function, views of its lists lead to the door instead (see ``view``).
+checkpoint function, the calls of the blocks themselves lead to the door (see ``intercept``).
 
 Between two forwards a door keeps no activation alive, and a copy of the model has a door of its
 own: deep copies and pickles of a model with a door are independent.
 """
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,13 +25,14 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .backends import BACKENDS
+from .backends import BACKENDS, Checkpoint, has_lora_scale, with_lora_scale
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
 from .hooks import model_conditions
-from .links import Handed, plain_tree
+from .intercept import intercept, original_call, release
+from .links import Handed, inside_checkpoint, plain_tree
 from .report import UNITS, Condition, Effect, StackReport
-from .schedule import Schedule
+from .schedule import Schedule, make_schedules
 from .segments import (
     Forward,
     Proof,
@@ -38,8 +42,7 @@ from .segments import (
     StackRun,
     UnitsRun,
 )
-from .stacks import blocks_of
-from .view import put_view, take_view
+from .stacks import blocks_of, uncompiled
 
 logger = logging.getLogger("simpletuner_segckpt")
 
@@ -55,8 +58,9 @@ class Door:
 
     ``parameters`` are the names of the parameters of the model's ``forward``, ``gates`` the
     names of the submodules that ask for a checkpoint function, ``conditions`` the arguments that
-    force per-block. ``viewed``: the loop reaches the door through views of its lists, and must
-    not ask its checkpoint function. ``off``: why the model's checkpointing stays switched off.
+    force per-block. ``intercepts``: the loop reaches the door through its blocks, and must not
+    ask its checkpoint function. ``described``: a family describes the model. ``off``: why the
+    model's checkpointing stays switched off.
     """
 
     def __init__(
@@ -66,21 +70,24 @@ class Door:
         parameters: Sequence[str],
         gates: Sequence[str],
         conditions: Sequence[Condition] = (),
-        viewed: bool = False,
+        *,
+        intercepts: bool = False,
+        described: bool = True,
         off: str = "",
     ):
         self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
+        self.paths = [stack.path for stack in self.stacks]
         counted = (stack.schedule for stack in stacks if stack.path == UNITS)
         self.units = next(counted, Schedule(0, ()))
-        self.interval = config.interval
-        self.stride = config.stride or config.interval
+        self.config = config
         self.checkpoint = BACKENDS[config.backend]
         self.parameters = tuple(parameters)
         self.gates = tuple(gates)
         named = {condition.name for condition in conditions}
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
-        self.viewed = viewed
+        self.intercepts = intercepts
+        self.described = described
         self.off = off
         self.effect: Effect | None = None
         self.handles: list[RemovableHandle] = []
@@ -92,9 +99,15 @@ class Door:
         self._forget_runs()
 
     def _forget_runs(self) -> None:
-        self._running: dict[int, Forward] = {}  # by thread
+        # By thread, the forwards that run, outermost first: the frame that each runs in, and
+        # its record (None: not a training forward).
+        self._running: dict[int, list[tuple[int, Forward | None]]] = {}
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+
+    @property
+    def stride(self) -> int:
+        return self.config.stride or self.config.interval
 
     def __getstate__(self) -> dict[str, Any]:
         before = {
@@ -117,25 +130,34 @@ class Door:
             block = owner  # some models hand over `block.__call__`
         if torch.compiler.is_compiling():
             # A traced call keeps no books, so nothing can be proven: block by block.
+            call = original_call(block)
             if any(gap is block for gap in self.gap_blocks):
-                return block(*args, **kwargs)
-            return self.checkpoint(block, *args, **kwargs)
-        forward = self._running.get(threading.get_ident())
+                return call(*args, **kwargs)
+            return self.checkpoint(call, *args, **kwargs)
+        forward = self._forward
         if forward is None:
             self._say(
                 logging.WARNING,
                 "the model's forward was entered past its hooks (was `.forward` called "
                 "directly?); every block is recomputed alone",
             )
-            return self.checkpoint(block, *args, **kwargs)
+            return self.checkpoint(original_call(block), *args, **kwargs)
         return forward.step(block, args, kwargs)
 
     @property
-    def running(self) -> bool:
-        """Whether the blocks of a training forward in this thread are to come through here."""
+    def open_for_blocks(self) -> bool:
+        """Whether a call of an intercepted block is to come through here."""
         if torch.compiler.is_compiling():
             return not self.off and torch.is_grad_enabled()
-        return threading.get_ident() in self._running
+        # A block that the model itself runs under a checkpoint call is left to that.
+        forward = self._forward
+        return forward is not None and inside_checkpoint() == forward.inside_checkpoint
+
+    @property
+    def _forward(self) -> Forward | None:
+        """The record of the training forward that runs in this thread."""
+        running = self._running.get(threading.get_ident())
+        return running[-1][1] if running else None
 
     # Hooks of the model.
 
@@ -144,56 +166,62 @@ class Door:
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
             return
-        # One that a KeyboardInterrupt ended: torch then calls no hook.
-        interrupted = self._running.pop(threading.get_ident(), None)
-        if not torch.is_grad_enabled() or not self._enabled(module, interrupted is not None):
-            return
-        arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
-        conditions = call_conditions(self.conditions, arguments)
-        shape = call_shape(arguments, module.training)
-        runs = [self._run(module, stack, conditions, shape) for stack in self.stacks]
-        units = UnitsRun(self.units, self.checkpoint, self.interval, self.stride)
-        self._running[threading.get_ident()] = Forward(runs, units, conditions)
-        if self.viewed:
+        running = self._running.setdefault(threading.get_ident(), [])
+        frames = _live_frames()
+        while running and running[-1][0] not in frames:
+            running.pop()  # ended by a KeyboardInterrupt, for which torch calls no hook
+        forward = None
+        if torch.is_grad_enabled() and self._enabled(module):
+            forward = self._plan(module, dict(zip(self.parameters, args, strict=False)) | kwargs)
+        running.append((id(sys._getframe(1)), forward))
+        if forward is not None and self.intercepts:
             self.switch(module, False)  # until close: the loop takes its plain branch
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
         if torch.compiler.is_compiling():
             return None
-        forward = self._running.pop(threading.get_ident(), None)
+        running = self._running.get(threading.get_ident())
+        if not running:
+            return None  # installed while this forward ran
+        forward = running.pop()[1]
         if forward is None:
             return None
-        if self.viewed and not self._running:
+        if self.intercepts and not self._any_running():
             self.switch(module, True)
         if output is None:
             forward.abandon()
             return None
         forward.finish()
         self.effect = forward.effect()
-        for run in forward.runs:
-            if not run.units and len(run.stack.blocks):
-                self._say(
-                    logging.WARNING,
-                    f"{run.stack.path} was not reached: the model runs its blocks without asking "
-                    "its checkpoint function, and nothing of it is recomputed",
-                )
-            elif isinstance(run, RecordingRun):
-                self._proven[run.shape, run.stack.path] = run.proof()
+        self._learn(forward)
         kept = any(isinstance(leaf, Handed) for leaf in pytree.tree_leaves(output))
         return plain_tree(output) if kept else None
 
     # What they need.
 
+    def _plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
+        """How the blocks of a training forward with these arguments run."""
+        conditions = call_conditions(self.conditions, arguments)
+        if inside_checkpoint():
+            reason = "the whole model runs inside another checkpoint call"
+            conditions.append(Condition("call", "torch.utils.checkpoint", reason))
+        shape = call_shape(arguments, module.training)
+        checkpoint = with_lora_scale(module) if has_lora_scale(arguments) else self.checkpoint
+        runs = [self._run(module, s, checkpoint, conditions, shape) for s in self.stacks]
+        units = UnitsRun(self.units, checkpoint, self.config.interval, self.stride)
+        return Forward(runs, units, conditions, inside_checkpoint())
+
     def _run(
         self,
         module: Module,
         planned: StackReport,
+        checkpoint: Checkpoint,
         conditions: Sequence[Condition],
         shape: CallShape,
     ) -> StackRun:
         blocks = blocks_of(module, planned.path)
-        stack = Stack(planned.path, planned.schedule, blocks, self.checkpoint)
+        stack = Stack(planned.path, planned.schedule, blocks, checkpoint)
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:
             found.append(
@@ -209,42 +237,75 @@ class Door:
         key = shape, planned.path
         proof = self._proven.get(key)
         if proof is None:
-            return RecordingRun(stack, shape)
+            return RecordingRun(stack, shape, replay=not self.described)
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
-        stack = Stack(planned.path, proof.schedule, blocks, self.checkpoint)
+        stack = Stack(planned.path, proof.schedule, blocks, checkpoint)
         return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
+
+    def _learn(self, forward: Forward) -> None:
+        """What this forward showed for those that follow."""
+        reached = []
+        for planned, run in zip(self.stacks, forward.runs, strict=True):
+            if run.units:
+                reached.append(planned)
+            else:
+                self._say(
+                    logging.WARNING,
+                    f"{planned.path} was not reached: the model does not run its blocks through "
+                    "its checkpoint function, so nothing of it is recomputed",
+                )
+            if isinstance(run, RecordingRun) and run.units:
+                self._proven[run.shape, planned.path] = run.proof()
+        counts = {stack.path: stack.blocks for stack in self.stacks}
+        units = len(forward.units.units)
+        if units and units != self.units.blocks:
+            # Modules that run more than once count each time.
+            self.units = self._schedules(counts | {UNITS: units})[UNITS]
+        if not self.described and 0 < len(reached) < len(self.stacks):
+            # Lists that only looked like stacks must not use up what keep_last keeps.
+            schedules = self._schedules({stack.path: stack.blocks for stack in reached})
+            self.stacks = tuple(replace(s, schedule=schedules[s.path]) for s in reached)
+            self._proven.clear()
+
+    def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
+        config = self.config
+        return make_schedules(counts, config.interval, config.stride, config.keep_last)
 
     def _distrust(self, key: tuple[CallShape, str], planned: StackReport, reason: str) -> None:
         """Segments were wrong for this shape of call: no more of them."""
         boundaries = [reason] * (planned.blocks - 1)
         self._proven[key] = Proof.of(planned.schedule, boundaries)
 
-    def _enabled(self, module: Module, interrupted: bool) -> bool:
+    def _enabled(self, module: Module) -> bool:
         """Whether the trainer wants checkpointing now; takes back what was put over ours."""
-        paused = self.viewed and (interrupted or bool(self._running))
+        paused = self.intercepts and self._any_running()
         wanted = all(_gate(module, name).gradient_checkpointing for name in self.gates[:1])
-        if not wanted and not paused:
-            return False
-        if self.off:
-            if self.gates:
-                self._say(logging.WARNING, f"gradient checkpointing is off again: {self.off}")
-                self.switch(module, False)
+        if self.off and self.gates and wanted:
+            self._say(logging.WARNING, f"gradient checkpointing is off again: {self.off}")
+            self.switch(module, False)
+        if self.off or not (wanted or paused):
+            reason = self.off or "it was switched off on the model"
+            self.effect = Effect((), (Condition("model", GATE_STATE[0], reason, off=True),))
             return False
         if module not in self._models:
             self._models.add(module)
-            if self.viewed:
-                self.put_views(module)
+            if self.intercepts:
+                self.intercept(module)
         if any(_gate(module, n)._gradient_checkpointing_func is not self for n in self.gates[:1]):
             self.claim(module)
         return True
+
+    def _any_running(self) -> bool:
+        """Whether a training forward of the model runs in any thread."""
+        return any(record for running in self._running.values() for _, record in running)
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
         for name in self.gates:
             gate = _gate(module, name)
             if gate.gradient_checkpointing:
-                gate.gradient_checkpointing = not self.off and not self.viewed
+                gate.gradient_checkpointing = not self.off and not self.intercepts
                 gate._gradient_checkpointing_func = self
 
     # How apply() and remove() change the model.
@@ -267,10 +328,10 @@ class Door:
         for name in self.gates:
             _gate(module, name).gradient_checkpointing = on
 
-    def put_views(self, module: Module) -> None:
-        """Lead the loops of ``module`` here through views of its stacks."""
+    def intercept(self, module: Module) -> None:
+        """Lead the calls of the blocks of ``module`` here."""
         for stack in self.stacks:
-            put_view(module, stack.path, self)
+            intercept(map(uncompiled, blocks_of(module, stack.path)), self)
 
     def detach(self, module: Module) -> None:
         """Leave ``module``, and every copy of it that shared this door, as it was before."""
@@ -278,8 +339,8 @@ class Door:
             handle.remove()
         flag, function = GATE_STATE
         for model in {module, *self._models}:
-            for stack in self.stacks:
-                take_view(model, stack.path)
+            for path in self.paths:
+                release(map(uncompiled, blocks_of(model, path)))
             for name, state in self.before.items():
                 gate = _gate(model, name)
                 for key in GATE_STATE:
@@ -302,6 +363,16 @@ class Door:
 
 
 _OF_ONE_PROCESS = ("_running", "_models")
+
+
+def _live_frames() -> set[int]:
+    """Identities of the frames of this thread that are still running."""
+    frame: FrameType | None = sys._getframe(1)
+    found = set()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found
 
 
 def _gate(module: Module, name: str) -> Any:

@@ -88,7 +88,7 @@ class Family(_Record):
     units: tuple[str, ...] = ()
     """Modules outside the stacks that the model hands to its checkpoint function one by one;
     paths in which ``*`` stands for any one name. They form one sequence in execution order."""
-    view: str = ""  # why the model's own call of its checkpoint function must not be used
+    keyword_loop: str = ""  # why the loop must take its plain branch, not its checkpoint branch
     stacks: tuple[Stack, ...]
     left_out: tuple[LeftOut, ...] = ()
     conditions: tuple[ArgumentCondition, ...] = ()

@@ -17,7 +17,6 @@ from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .settings import ConfigSource, Settings, load_settings
 from .stacks import block_list, blocks_of, candidate_stacks, matching, units_of
-from .view import check_viewable
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ def apply(
     ``UnsupportedModel`` (no stack of blocks), and then leaves the model untouched.
     """
     settings = load_settings(config)
+    if not isinstance(model, Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
     base = unwrap(model)
     described = _find_family(base, settings, registry, family)
     stacks, left_out = _stacks_of(base, described)
@@ -66,14 +67,11 @@ def apply(
         raise UnsupportedModel(
             f"{type(base).__name__} has no nn.ModuleList of two or more blocks to schedule"
         )
-    viewed = _needs_view(base, described)
-    for path in stacks if viewed else ():
-        check_viewable(block_list(base, path), path)
     report = make_report(settings, described, stacks, left_out)
     for finding in settings.findings:
         logger.warning("%s", finding)
     remove(base)
-    door = _install(base, report, described, settings, viewed)
+    door = _install(base, report, described, settings)
     logger.info("installed on %s: %s", type(base).__name__, report)
     return Installation(base, report, door)
 
@@ -159,25 +157,22 @@ def _reason_left_out(family: Family, path: str) -> str:
     return next(reasons, f"not described by the family {family.family}")
 
 
-def _needs_view(base: Module, family: Family | None) -> bool:
-    """Whether the model's loop must not, or cannot, ask its checkpoint function."""
-    if family and family.view:
-        return True
-    return not getattr(base, "_supports_gradient_checkpointing", False)
-
-
-def _install(
-    base: Any, report: Report, family: Family | None, settings: Settings, viewed: bool
-) -> Door:
+def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:
     gates = {name: m for name, m in base.named_modules() if hasattr(m, GATE_STATE[0])}
-    off = next((str(c) for c in report.conditions if c.off), "")
     conditions = [
         Condition("call", c.argument, c.reason, c.stacks)
         for c in (family.conditions if family else ())
     ]
-    parameters = list(signature(type(base).forward).parameters)[1:]
+    has_door = getattr(base, "_supports_gradient_checkpointing", False)
     door = Door(
-        report.stacks, settings.checkpointing, parameters, list(gates), conditions, viewed, off
+        report.stacks,
+        settings.checkpointing,
+        list(signature(type(base).forward).parameters)[1:],
+        list(gates),
+        conditions,
+        intercepts=bool(family and family.keyword_loop) or not has_door,
+        described=family is not None,
+        off=next((str(c) for c in report.conditions if c.off), ""),
     )
     door.before = {
         name: {key: gate.__dict__[key] for key in GATE_STATE if key in gate.__dict__}
@@ -186,19 +181,23 @@ def _install(
     for stack in door.stacks:
         blocks = blocks_of(base, stack.path)
         door.gap_blocks += [blocks[index] for index in stack.gap]
-    if off:
-        door.switch(base, False)
-    else:
-        door.claim(base)
-        if viewed:
-            door.put_views(base)
-            door.switch(base, True)
+    try:
+        if door.off:
+            door.switch(base, False)
         else:
-            base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
-    door.handles = [
-        base.register_forward_pre_hook(door.open, with_kwargs=True),
-        base.register_forward_hook(door.close, always_call=True),
-    ]
+            door.claim(base)
+            if door.intercepts:
+                door.intercept(base)
+                door.switch(base, True)
+            else:
+                base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
+        door.handles = [
+            base.register_forward_pre_hook(door.open, with_kwargs=True),
+            base.register_forward_hook(door.close, always_call=True),
+        ]
+    except BaseException:
+        door.detach(base)
+        raise
     return door
 
 

@@ -11,17 +11,39 @@ what block ``k`` returned to block ``k + 1``. Two things are therefore observed:
   hidden states, the samples of a ControlNet).
 
 Values are compared leaf by leaf, so state that travels in tuples, lists or dicts counts too.
+What cannot be watched (tensors of another class, objects that could be changed in place) is no
+link; neither is a boundary at which grad mode, autocast or the random state changes.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree  # private, but what torch.utils.checkpoint itself uses
 
 Tensor = torch.Tensor
+
+_CONSTANTS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    BlockMask,
+)
 
 # Questions about a tensor that every block of a stack answers alike; asking is not reading.
 _METADATA = frozenset(
@@ -53,7 +75,6 @@ _METADATA = frozenset(
                 "layout",
                 "requires_grad",
                 "is_leaf",
-                "grad_fn",
                 "is_cuda",
                 "is_cpu",
                 "is_meta",
@@ -72,17 +93,21 @@ class Handed(torch.Tensor):
 
     Blocks never see it; they get ``plain``. Every other operation on it is reported to
     ``on_read`` with the operation's name, and carries on with ``plain``, so its result and
-    its gradient are what they would have been.
+    its gradient are what they would have been. Asking for its shape, dtype and the like is
+    reported to ``on_look``. (Code that gets at the memory past torch's own functions, such as
+    TorchScript or DLPack, is not seen.)
     """
 
     plain: Tensor
     on_read: Callable[[str], None]
+    on_look: Callable[[], None]
 
     @staticmethod
-    def of(plain: Tensor, on_read: Callable[[str], None]) -> "Handed":
+    def of(plain: Tensor, on_read: Callable[[str], None], on_look: Callable[[], None]) -> "Handed":
         handed = plain.as_subclass(Handed)
         handed.plain = plain
         handed.on_read = on_read
+        handed.on_look = on_look
         return handed
 
     @classmethod
@@ -94,6 +119,8 @@ class Handed(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*plain_args, **plain_kwargs)
         if func in _METADATA:
+            for alias in handed:
+                alias.on_look()
             return result
         for alias, identity in zip(handed, before, strict=True):
             if result is alias.plain and _identity(result) == identity:
@@ -120,9 +147,15 @@ def read(tree: Any, use: str) -> None:
             leaf.on_read(use)
 
 
-def hand_out(tree: Any, on_read: Callable[[str], None]) -> Any:
-    """``tree`` with every tensor replaced by a :class:`Handed`."""
-    return pytree.tree_map_only(Tensor, lambda tensor: Handed.of(tensor, on_read), tree)
+def hand_out(
+    tree: Any, on_read: Callable[[str], None], on_look: Callable[[], None] = lambda: None
+) -> Any:
+    """``tree`` with every plain tensor replaced by a :class:`Handed`."""
+
+    def alias(leaf: Any) -> Any:
+        return Handed.of(leaf, on_read, on_look) if type(leaf) is Tensor else leaf
+
+    return pytree.tree_map(alias, tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +190,79 @@ class Arguments:
     def same(self, index: int, other: Any) -> bool:
         """Whether ``other`` is what leaf ``index`` was when this record was made."""
         mine = self.leaves[index]
-        if isinstance(mine, (bool, int, float, complex, str, bytes)):
-            return type(mine) is type(other) and mine == other
-        return mine is other and version(other) == self.versions[index]
+        if isinstance(mine, Tensor):
+            return mine is other and version(other) == self.versions[index]
+        return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether ``value`` is an object of a kind that no loop changes in place."""
+    return value is None or isinstance(value, _CONSTANTS)
+
+
+def unwatchable(tree: Any) -> str | None:
+    """The type of a leaf of a block's result that cannot be watched, if there is one."""
+    for leaf in pytree.tree_leaves(tree):
+        if leaf is not None and type(leaf) is not Tensor:
+            return type(leaf).__name__
+    return None
+
+
+def signature_of(tree: Any) -> tuple[Any, ...]:
+    """What a loop can learn of a block's result without reading it."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return spec, *(
+        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+        if isinstance(leaf, Tensor)
+        else None
+        for leaf in leaves
+    )
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Grad mode and autocast, in which a block's operations run."""
+    return (
+        torch.is_grad_enabled(),
+        *(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in _devices()
+        ),
+    )
+
+
+def _devices() -> list[str]:
+    return sorted({"cpu", torch.get_device_module().__name__.rpartition(".")[2]})
+
+
+@contextmanager
+def within(around: tuple[Any, ...]) -> Iterator[None]:
+    """Run with the autocast of ``surroundings``, without gradients."""
+    with torch.no_grad(), ExitStack() as stack:
+        for device, (enabled, dtype) in zip(_devices(), around[1:], strict=True):
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
+
+
+def random_states() -> list[Tensor]:
+    """The state of the default generators of the CPU and of the accelerator in use."""
+    states = [torch.get_rng_state()]
+    accelerator = torch.get_device_module()
+    if accelerator is not torch.cpu and accelerator.is_available():
+        states.append(accelerator.get_rng_state())
+    return states
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    """Go back to what ``random_states`` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module().set_rng_state(state)
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpoint call of somebody else runs around this code."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 def version(value: Any) -> int:

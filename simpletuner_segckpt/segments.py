@@ -17,12 +17,30 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from .backends import Checkpoint
 from .errors import SegmentBroken
-from .links import Arguments, Handed, Link, argument_name, hand_out, plain_tree, read
+from .intercept import original_call
+from .links import (
+    Arguments,
+    Handed,
+    Link,
+    argument_name,
+    hand_out,
+    is_constant,
+    plain_tree,
+    random_states,
+    read,
+    set_random_states,
+    signature_of,
+    surroundings,
+    unwatchable,
+    within,
+)
 from .report import UNITS, Condition, Effect, StackEffect, Strategy, Unit
 from .schedule import Schedule
 from .stacks import uncompiled
@@ -79,8 +97,8 @@ class StackRun:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
         self.units.append(Unit(range(index, index + 1), covered))
-        block = self.stack.blocks[index]
-        return self.stack.checkpoint(block, *args, **kwargs) if covered else block(*args, **kwargs)
+        call = original_call(self.stack.blocks[index])
+        return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
 
     def between(self, what: str) -> None:
         """Something else than a block of this stack was called."""
@@ -95,93 +113,127 @@ class StackRun:
         return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.units))
 
 
+@dataclass(slots=True)
+class _Ran:
+    """The block that ran last during a recording, and what it left behind."""
+
+    index: int
+    arguments: Arguments
+    returned: list[weakref.ref[Handed] | None]
+    surroundings: tuple
+    random_states: list[Tensor]
+
+
 class RecordingRun(StackRun):
     """Runs block by block and records what passes between the blocks.
 
-    ``shape`` is the shape of call that the record will hold for.
+    ``shape`` is the shape of call that the record will hold for. With ``replay``, segments are
+    also run once without gradients, on the recorded inputs, and must give the recorded results:
+    for models that nobody described, whose blocks may look at something else than arguments.
     """
 
-    def __init__(self, stack: Stack, shape: tuple):
+    def __init__(self, stack: Stack, shape: tuple, replay: bool):
         super().__init__(stack, "first forward of this shape of call")
         self.shape = shape
+        self._replay = replay
+        self._inputs: dict[int, tuple[Arguments, tuple, list[Tensor]]] = {}
+        self._results: dict[int, Any] = {}
         self._boundaries: dict[int, Boundary] = {}
         self._reads: dict[int, str] = {}
+        self._looked = False
+        self._signatures: dict[int, tuple] = {}
         self._handed: list[tuple[int, weakref.ref[Handed]]] = []
-        # Of the block that ran last, unless something else ran since.
-        self._index: int | None = None
-        self._arguments: Arguments | None = None
-        self._returned: list[Any] = []
+        self._last: _Ran | None = None
 
     def step(self, index: int, args: tuple, kwargs: dict) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._index is not None and index == self._index + 1:
-            self._note(self._index, self._compare(index, leaves, spec))
+        if self._last is not None and index == self._last.index + 1:
+            self._note(self._last.index, self._compare(self._last, leaves, spec))
         else:
             read(leaves, f"argument of block {index}")
         args, kwargs = plain_tree((args, kwargs))
+        around = surroundings()
+        if self._replay:
+            self._inputs[index] = Arguments(args, kwargs), around, random_states()
         result = self.run_alone(index, args, kwargs)
-        self._index = index
-        self._arguments = Arguments(args, kwargs)
-        if index + 1 == len(self.stack.blocks):
-            self._returned = []
-            return result
-        handed = hand_out(result, partial(self._note_read, index))
-        self._returned = [
+        if self._replay:
+            self._results[index] = result
+        self._signatures[index] = signature_of(result)
+        handed = result
+        if index + 1 < len(self.stack.blocks):
+            handed = hand_out(result, partial(self._note_read, index), self._note_look)
+        returned = [
             weakref.ref(leaf) if isinstance(leaf, Handed) else None
             for leaf in pytree.tree_leaves(handed)
         ]
-        self._handed += [(index, reference) for reference in self._returned if reference]
+        self._handed += [(index, reference) for reference in returned if reference]
+        if (kind := unwatchable(result)) and index + 1 < len(self.stack.blocks):
+            self._note(index, f"block {index} returns a {kind}, which cannot be watched")
+        arguments = Arguments(args, kwargs)
+        self._last = _Ran(index, arguments, returned, around, random_states())
         return handed
 
-    def _compare(self, index: int, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
-        """What leads from block ``index - 1``, which ran last, to these arguments."""
-        before = self._arguments
-        assert before is not None
-        if spec != before.spec:
+    def _compare(self, last: _Ran, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
+        """What leads from the block that ran last to these arguments of the next one."""
+        index = last.index + 1
+        if spec != last.arguments.spec:
             read(leaves, f"argument of block {index}")
-            return f"block {index} is called with other arguments than block {index - 1}"
+            return f"block {index} is called with other arguments than block {last.index}"
         carried = []
         differs = None
         for i, leaf in enumerate(leaves):
-            source = self._source(leaf)
+            sources = (j for j, ref in enumerate(last.returned) if ref and ref() is leaf)
+            source = next(sources, None) if isinstance(leaf, Handed) else None
             if source is not None:
                 carried.append((i, source))
-            elif isinstance(leaf, Handed) or not before.same(i, leaf):
+            elif isinstance(leaf, Handed) or not last.arguments.same(i, leaf):
                 read(leaf, f"argument of block {index}")
-                differs = differs or argument_name(self.stack.blocks[index], leaves, spec, i)
+                differs = differs or (i, leaf)
         if differs:
-            return f"block {index} does not get the same `{differs}` as block {index - 1}"
+            name = argument_name(self.stack.blocks[index], leaves, spec, differs[0])
+            if not isinstance(differs[1], Tensor) and not is_constant(differs[1]):
+                kind = type(differs[1]).__name__
+                return f"the `{name}` of block {index} is a {kind}, which could be changed unseen"
+            return f"block {index} does not get the same `{name}` as block {last.index}"
         if not carried:
-            return f"block {index} takes nothing that block {index - 1} returned"
+            return f"block {index} takes nothing that block {last.index} returned"
+        if surroundings() != last.surroundings:
+            return f"grad mode or autocast changes before block {index}"
+        if not all(map(torch.equal, random_states(), last.random_states)):
+            return f"random numbers are drawn before block {index}"
         return Link(tuple(carried))
-
-    def _source(self, leaf: Any) -> int | None:
-        """Which leaf of what the last block returned ``leaf`` is."""
-        if not isinstance(leaf, Handed):
-            return None
-        return next((j for j, ref in enumerate(self._returned) if ref and ref() is leaf), None)
 
     def _note(self, boundary: int, found: Boundary) -> None:
         """A loop may pass a boundary more than once; it is a link if it always was the same."""
         known = self._boundaries.setdefault(boundary, found)
-        if known != found:
-            self._boundaries[boundary] = f"block {boundary + 1} is reached in different ways"
+        if known != found and not isinstance(known, str):
+            different = f"block {boundary + 1} is reached in different ways"
+            self._boundaries[boundary] = found if isinstance(found, str) else different
 
     def _note_read(self, index: int, operation: str) -> None:
         self._reads.setdefault(index, f"the model uses the output of block {index} ({operation})")
 
+    def _note_look(self) -> None:
+        self._looked = True
+
     def between(self, what: str) -> None:
-        self._index = None
+        self._last = None
 
     def finish(self) -> None:
         for index, reference in self._handed:
             if reference() is not None:
                 self._boundaries[index] = f"the model keeps the output of block {index}"
         self._boundaries |= self._reads
-        self.abandon()
+        for index in range(len(self.stack.blocks) - 1):
+            own, following = self._signatures.get(index), self._signatures.get(index + 1)
+            if self._looked and own != following:
+                self._boundaries[index] = f"what block {index + 1} returns has another form"
+        self._last = None
 
     def abandon(self) -> None:
-        self._index = self._arguments = None
+        self._last = None
+        self._inputs.clear()
+        self._results.clear()
 
     def proof(self) -> Proof:
         """What the finished record allows."""
@@ -189,7 +241,33 @@ class RecordingRun(StackRun):
             self._boundaries.get(k, f"block {k + 1} was not called right after block {k}")
             for k in range(len(self.stack.blocks) - 1)
         ]
+        proof = Proof.of(self.stack.schedule, boundaries)
+        for segment in proof.schedule.segments if self._replay else ():
+            if len(segment) > 1 and not self._replays(segment, proof):
+                for k in segment[:-1]:
+                    boundaries[k] = (
+                        f"run together, blocks {segment[0]} to {segment[-1]} give other values"
+                    )
+        self.abandon()
         return Proof.of(self.stack.schedule, boundaries)
+
+    def _replays(self, segment: range, proof: Proof) -> bool:
+        """Whether ``segment`` gives, from its recorded inputs, what its last block returned."""
+        arguments, around, states = self._inputs[segment[0]]
+        now = random_states()
+        set_random_states(states)
+        try:
+            with within(around):
+                links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
+                calls = [original_call(b) for b in self.stack.blocks[segment.start : segment.stop]]
+                result = run_segment(calls, links, arguments.spec, *arguments.leaves)
+        finally:
+            set_random_states(now)
+        leaves, recorded = map(pytree.tree_leaves, (result, self._results[segment[-1]]))
+        return len(leaves) == len(recorded) and all(
+            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+            for a, b in zip(leaves, recorded, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -201,6 +279,7 @@ class _OpenSegment:
     result: Any
     handed: Any
     handed_leaves: list[Any]
+    surroundings: tuple
     due: int
 
 
@@ -229,16 +308,18 @@ class SegmentedRun(StackRun):
 
     def _lead(self, segment: range, args: tuple, kwargs: dict) -> Any:
         arguments = Arguments(args, kwargs)
-        blocks = self.stack.blocks[segment.start : segment.stop]
+        around = surroundings()
+        calls = [original_call(b) for b in self.stack.blocks[segment.start : segment.stop]]
         # The schedule was cut wherever a boundary is no link.
         links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
-        segment_call = partial(run_segment, blocks, links, arguments.spec)
+        segment_call = partial(run_segment, calls, links, arguments.spec)
         result = self.stack.checkpoint(segment_call, *arguments.leaves)
         self.units.append(Unit(segment, True))
         handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
-        self._open = _OpenSegment(segment, arguments, result, handed, leaves, segment.start + 1)
+        due = segment.start + 1
+        self._open = _OpenSegment(segment, arguments, result, handed, leaves, around, due)
         return handed
 
     def _follow(self, open_: _OpenSegment, index: int, args: tuple, kwargs: dict) -> Any:
@@ -259,6 +340,8 @@ class SegmentedRun(StackRun):
                 self._break(
                     segment, f"block {index} does not get the `{name}` that was left for it"
                 )
+        if surroundings() != open_.surroundings:
+            self._break(segment, f"grad mode or autocast changes before block {index}")
         open_.due += 1
         if open_.due < segment.stop:
             return open_.handed
@@ -294,19 +377,22 @@ class SegmentedRun(StackRun):
 
 
 def run_segment(
-    blocks: Sequence[Module], links: Sequence[Link], spec: pytree.TreeSpec, *leaves: Any
+    calls: Sequence[Callable[..., Any]],
+    links: Sequence[Link],
+    spec: pytree.TreeSpec,
+    *leaves: Any,
 ) -> Any:
-    """Run ``blocks`` one after the other, feeding each from the one before it.
+    """Call the blocks of a segment one after the other, feeding each from the one before it.
 
     ``leaves`` and ``spec`` are the flattened arguments of the first block; ``links[k]`` leads
-    from ``blocks[k]`` to ``blocks[k + 1]``. Returns what the last block returned.
+    from ``calls[k]`` to ``calls[k + 1]``. Returns what the last block returned.
     """
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    result = blocks[0](*args, **kwargs)
-    for block, link in zip(blocks[1:], links, strict=True):
+    result = calls[0](*args, **kwargs)
+    for call, link in zip(calls[1:], links, strict=True):
         leaves = link.feed(leaves, result)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
-        result = block(*args, **kwargs)
+        result = call(*args, **kwargs)
     return result
 
 
@@ -328,18 +414,24 @@ class UnitsRun(StackRun):
         if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
         self.units.append(Unit(range(index, index + 1), covered))
-        return self.stack.checkpoint(unit, *args, **kwargs) if covered else unit(*args, **kwargs)
+        call = original_call(unit)
+        return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
 
 
 class Forward:
     """One training forward of a model: sends each block call to the run of its stack."""
 
     def __init__(
-        self, runs: Iterable[StackRun], units: UnitsRun, conditions: Sequence[Condition] = ()
+        self,
+        runs: Iterable[StackRun],
+        units: UnitsRun,
+        conditions: Sequence[Condition] = (),
+        inside_checkpoint: bool = False,
     ):
         self.runs = tuple(runs)
         self.units = units
         self.conditions = tuple(conditions)
+        self.inside_checkpoint = inside_checkpoint  # of somebody else, around the whole model
         self._hands_out = any(type(run) is not StackRun for run in self.runs)
         self._places: dict[int, tuple[StackRun, int]] = {}
         for run in self.runs:

@@ -39,6 +39,14 @@ class Loop:
         elif self.loop == "index":
             for index in range(len(self.blocks)):
                 hidden_states = self.blocks[index](hidden_states=hidden_states, temb=temb)
+        elif self.loop == "children":
+            for block in self.blocks.children():
+                hidden_states = self.run(block, hidden_states, temb)
+        elif self.loop == "identity":
+            for block in self.blocks:
+                assert type(block).__name__ == "Block"
+                if block is not self.blocks[-1] or block in list(self.blocks):
+                    hidden_states = self.run(block, hidden_states, temb)
         return self.out(hidden_states)
 
 
