@@ -42,7 +42,7 @@ from .segments import (
     StackRun,
     UnitsRun,
 )
-from .stacks import blocks_of, uncompiled
+from .stacks import blocks_of
 
 logger = logging.getLogger("simpletuner_segckpt")
 
@@ -331,7 +331,7 @@ class Door:
     def intercept(self, module: Module) -> None:
         """Lead the calls of the blocks of ``module`` here."""
         for stack in self.stacks:
-            intercept(map(uncompiled, blocks_of(module, stack.path)), self)
+            intercept(blocks_of(module, stack.path), self)
 
     def detach(self, module: Module) -> None:
         """Leave ``module``, and every copy of it that shared this door, as it was before."""
@@ -340,7 +340,7 @@ class Door:
         flag, function = GATE_STATE
         for model in {module, *self._models}:
             for path in self.paths:
-                release(map(uncompiled, blocks_of(model, path)))
+                release(blocks_of(model, path))
             for name, state in self.before.items():
                 gate = _gate(model, name)
                 for key in GATE_STATE:

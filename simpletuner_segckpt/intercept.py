@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
+from .stacks import uncompiled
+
 DOOR = "_segckpt_door"  # the attribute of a block that holds its door
 
 
@@ -27,6 +29,9 @@ class Intercepted(Module):
     """Mixed in before the class of a block."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Intercepted):
+            # Released, but torch.compile's wrapper remembers this very method.
+            return self(*args, **kwargs)
         door: Doorway | None = self.__dict__.get(DOOR)
         if door is None or not door.open_for_blocks:
             return super().__call__(*args, **kwargs)
@@ -40,9 +45,13 @@ class Intercepted(Module):
 def intercept(blocks: Iterable[Any], door: Doorway) -> None:
     """Lead the calls of ``blocks`` through ``door``."""
     for block in blocks:
+        if uncompiled(block) is not block:
+            release([uncompiled(block)])  # its wrapper is what the loop calls
         block.__dict__[DOOR] = door
         if not isinstance(block, Intercepted):
-            block.__class__ = _intercepted(type(block))
+            # torch.compile's wrapper passes attributes that are set on it on to the block.
+            cls: Any = type(block)
+            object.__setattr__(block, "__class__", _intercepted(cls))
 
 
 def release(blocks: Iterable[Any]) -> None:
@@ -50,7 +59,7 @@ def release(blocks: Iterable[Any]) -> None:
     for block in blocks:
         block.__dict__.pop(DOOR, None)
         if plain_class(type(block)) is not type(block):
-            block.__class__ = plain_class(type(block))
+            object.__setattr__(block, "__class__", plain_class(type(block)))
 
 
 def original_call(block: Module) -> Any:
@@ -64,7 +73,7 @@ def plain_class(cls: type) -> type:
 
 
 @cache
-def _intercepted(cls: Any) -> type:
+def _intercepted(cls: type) -> type:
     # Regional compilation and device maps go by the class's name.
     attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (Intercepted, cls), attributes)

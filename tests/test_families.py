@@ -103,7 +103,8 @@ def test_family_says_what_the_model_does(case):
 def check_stack(stack, path, blocks, installation):
     assert stack.block in {type(block).__name__ for block in blocks}
     for part in (*stack.feed_forward, *stack.attention):
-        assert any(part in dict(block.named_modules()) for block in blocks), part
+        # Some blocks, or some configurations, go without; the attribute is then None.
+        assert all(hasattr(block, part.partition(".")[0]) for block in blocks), part
     if stack.per_block:
         return
     [proof] = [proof for (_, found), proof in installation._door._proven.items() if found == path]

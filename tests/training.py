@@ -83,7 +83,7 @@ def step(
     torch.manual_seed(SEED)
     model.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        loss = loss_of((run or model)(**inputs))
+        loss = loss_of((model if run is None else run)(**inputs))
     loss.backward()
     gradients = {
         name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()

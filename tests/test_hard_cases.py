@@ -1,0 +1,638 @@
+"""Loops, hooks and wrappers that a segment could get wrong without a word, each with its answer."""
+
+import contextlib
+import copy
+import logging
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin, compile_regions
+from peft import LoraConfig
+from torch import nn
+from toys import WIDTH, Block, Doorless, WithDoor, toy
+from training import add_lora, counted, keys, model_and_inputs, step
+
+import simpletuner_segckpt
+from simpletuner_segckpt import SegmentBroken
+
+KINDS = [WithDoor, Doorless]
+WIDE = (range(0, 2), range(2, 4), range(4, 6))
+
+
+def alone(*blocks):
+    return tuple(range(block, block + 1) for block in blocks)
+
+
+def variant(kind, forward, block=Block):
+    """A toy of ``kind`` with another loop and another block class."""
+
+    class Variant(kind):
+        def __init__(self, depth=6):
+            super().__init__(depth)
+            self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    Variant.forward = forward
+    return toy(Variant)
+
+
+# Loops. In each of them blocks must not run together.
+
+
+def detaches(self, hidden_states, temb):
+    for index, block in enumerate(self.blocks):
+        hidden_states = self.run(block, hidden_states, temb)
+        if index == 2:
+            hidden_states.detach_()
+    return self.out(hidden_states)
+
+
+def changes_grad_mode(self, hidden_states, temb):
+    with contextlib.ExitStack() as stack:
+        for index, block in enumerate(self.blocks):
+            if index == 3:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            hidden_states = self.run(block, hidden_states, temb)
+    return self.out(hidden_states.float())
+
+
+def draws_random_numbers(self, hidden_states, temb):
+    for block in self.blocks:
+        torch.rand(1)
+        hidden_states = self.run(block, hidden_states, temb)
+    return self.out(hidden_states)
+
+
+class Dropping(Block):
+    def forward(self, hidden_states, temb):
+        return nn.functional.dropout(super().forward(hidden_states, temb), 0.2)
+
+
+class WithObject(Block):
+    def forward(self, hidden_states, temb):
+        result = super().forward(hidden_states, temb)
+        return result, SimpleNamespace(aux=result.mean())
+
+
+def adds_up_objects(self, hidden_states, temb):
+    aux = 0
+    for block in self.blocks:
+        hidden_states, extra = self.run(block, hidden_states, temb)
+        aux = aux + extra.aux
+    return self.out(hidden_states) + aux
+
+
+class Narrowing(Block):
+    """Drops one token."""
+
+    def forward(self, hidden_states, temb):
+        return super().forward(hidden_states, temb)[:, 1:]
+
+
+def counts_tokens(self, hidden_states, temb):
+    hidden_states = torch.cat([hidden_states] * 3, 1)
+    tokens = 0
+    for block in self.blocks:
+        hidden_states = self.run(block, hidden_states, temb)
+        tokens += hidden_states.shape[1]
+    return self.out(hidden_states) * tokens
+
+
+class Twice(Block):
+    """Counts in an object that all blocks share: what it holds when the block runs matters."""
+
+    def forward(self, hidden_states, temb):
+        return hidden_states + torch.tanh(self.inner(hidden_states) * temb.scale)
+
+
+def counts_in_an_object(self, hidden_states, temb):
+    context = SimpleNamespace(scale=1.0)
+    for block in self.blocks:
+        hidden_states = self.run(block, hidden_states, context)
+    return self.out(hidden_states)
+
+
+def goes_round_twice(self, hidden_states, temb):
+    for round_ in range(2):
+        for block in self.blocks:
+            hidden_states = self.run(block, hidden_states, temb)
+            if round_ == 0:
+                hidden_states = hidden_states * 1.1
+    return self.out(hidden_states)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("forward", "block", "segments"),
+    [
+        (detaches, Block, (range(0, 2), *alone(2, 3), range(4, 6))),
+        (changes_grad_mode, Block, (range(0, 2), *alone(2, 3), range(4, 6))),
+        (draws_random_numbers, Dropping, alone(*range(6))),
+        (adds_up_objects, WithObject, alone(*range(6))),
+        (counts_tokens, Narrowing, alone(*range(6))),
+        (counts_in_an_object, Twice, alone(*range(6))),
+        (goes_round_twice, Block, alone(*range(6)) * 2),
+    ],
+)
+def test_loops_whose_blocks_must_not_run_together(kind, forward, block, segments):
+    model, inputs = variant(kind, forward, block)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == segments
+
+
+class LooksElsewhere(Block):
+    """Multiplies by what its model says, not by what it is given."""
+
+    def forward(self, hidden_states, temb):
+        return super().forward(hidden_states, temb) * self.owner[0].factor
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_that_look_at_something_else_than_arguments(kind):
+    """Identity cannot see it; trying the segments out once on the recorded inputs does."""
+
+    def forward(self, hidden_states, temb):
+        self.factor = 1.0
+        for block in self.blocks:
+            hidden_states = self.run(block, hidden_states, temb)
+            self.factor *= 1.1
+        return self.out(hidden_states)
+
+    model, inputs = variant(kind, forward, LooksElsewhere)
+    for block in model.blocks:
+        block.owner = [model]
+    with torch.no_grad():
+        expected = model(**inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert torch.equal(model(**inputs), expected)
+    assert installation.effect["blocks"].segments == alone(*range(6))
+    assert "other values" in installation.effect["blocks"].reason
+
+
+def test_the_state_passed_past_a_block_through_another_one():
+    """A skip connection that stays alive only as an argument of a later block."""
+    model, inputs = toy(WithDoor)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        step(model, inputs)
+    assert installation.effect["blocks"].segments == WIDE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_pairs_modules(kind):
+    """`for attention, feed_forward in self.layers`: a list of lists is no stack."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(3))
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, hidden_states, temb):
+            for first, second in self.layers:
+                hidden_states = second(first(hidden_states, temb), temb)
+            for block in self.blocks:
+                hidden_states = block(hidden_states, temb)
+            return hidden_states
+
+    model, inputs = toy(Pairs)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == (range(0, 2), range(2, 4))
+
+
+def test_a_list_with_one_block_in_it_several_times():
+    class Tied(WithDoor):
+        def build(self, depth):
+            super().build(depth)
+            self.blocks = nn.ModuleList([self.blocks[0]] * depth)
+
+    model, _ = toy(Tied)
+    with pytest.raises(simpletuner_segckpt.UnsupportedModel):
+        simpletuner_segckpt.apply(model, keys(2))
+
+
+def test_lists_that_only_look_like_stacks_do_not_use_up_keep_last(caplog):
+    class WithMore(WithDoor):
+        def build(self, depth):
+            super().build(depth)
+            self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+        def forward(self, hidden_states, temb):
+            return self.heads[1](super().forward(hidden_states, temb))
+
+    model, inputs = toy(WithMore)
+    installation = simpletuner_segckpt.apply(model, keys(1, keep_last=2))
+    for _ in range(2):
+        step(model, inputs)
+    assert installation.effect["blocks"].gap == (4, 5)
+    assert "heads was not reached" in caplog.text
+
+
+def test_a_function_of_the_model_handed_to_its_checkpoint_function():
+    class Chunks(WithDoor):
+        def chunk(self, hidden_states):
+            return torch.tanh(hidden_states)
+
+        def forward(self, hidden_states, temb):
+            hidden_states = self._gradient_checkpointing_func(self.chunk, hidden_states)
+            return super().forward(hidden_states, temb)
+
+    model, inputs = toy(Chunks)
+    model.enable_gradient_checkpointing()
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["units"].covered == (0,)
+    assert installation.effect["blocks"].segments == WIDE
+
+
+# Checkpointing of others.
+
+
+def test_a_model_that_checkpoints_its_blocks_itself():
+    def forward(self, hidden_states, temb):
+        for block in self.blocks:
+            hidden_states = torch.utils.checkpoint.checkpoint(
+                block, hidden_states, temb, use_reentrant=False
+            )
+        return self.out(hidden_states)
+
+    model, inputs = variant(Doorless, forward)
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        with counted(model, ["blocks"]) as calls:
+            assert step(model, inputs) == expected
+        assert calls["blocks"] == Counter(dict.fromkeys(range(6), 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_inside_another_checkpoint_call(kind):
+    model, inputs = toy(kind)
+
+    def outer(hidden_states, temb):
+        return torch.utils.checkpoint.checkpoint(model, hidden_states, temb, use_reentrant=False)
+
+    expected = step(model, inputs, run=outer)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs, run=outer) == expected
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == WIDE
+
+
+# Ends of a forward that torch does not announce, and forwards inside forwards.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_keyboard_interrupt(kind):
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for proven in (False, True):
+        model.between = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(**inputs)
+        model.between = None
+        with torch.no_grad(), counted(model, ["blocks"]) as calls:
+            model(**inputs)
+        assert set(calls["blocks"].values()) == {1}
+        for _ in range(2):
+            assert step(model, inputs) == expected
+        assert installation.effect["blocks"].segments == WIDE, proven
+
+
+def interrupt(index, state):
+    if index == 2:
+        raise KeyboardInterrupt
+    return state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_without_gradients_inside_a_training_forward(kind):
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(3))
+    inner_outputs = []
+
+    def inside(index, state):
+        if index == 2:
+            model.between = None
+            with torch.no_grad():
+                inner_outputs.append(model(**inputs))
+            model.between = inside
+        return state
+
+    for _ in range(3):
+        model.between = inside
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == (range(0, 3), range(3, 6))
+    assert torch.equal(inner_outputs[0], inner_outputs[2])
+
+
+# Changes to the model after apply.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_removed_after_apply(kind, caplog):
+    model, inputs = toy(kind)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        step(model, inputs)
+    del model.blocks[3]
+    with_plugin = [step(model, inputs) for _ in range(2)]
+    assert "has 5 blocks now and had 6" in caplog.text
+    installation.remove()
+    assert [step(model, inputs)] * 2 == with_plugin
+
+
+def test_a_broken_installation_is_rolled_back(monkeypatch):
+    model, inputs = toy(WithDoor)
+    before = copy.copy(model.__dict__)
+    monkeypatch.setattr(
+        type(model), "enable_gradient_checkpointing", lambda *_, **__: 1 / 0, raising=False
+    )
+    with pytest.raises(ZeroDivisionError):
+        simpletuner_segckpt.apply(model, keys(2))
+    assert model.__dict__ == before
+    monkeypatch.undo()
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, keys(2))
+    assert step(model, inputs) == expected
+
+
+def test_models_with_flags_of_their_own():
+    class Flagged(Doorless):
+        def __init__(self, depth=6):
+            super().__init__(depth)
+            self.gradient_checkpointing = False
+
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs):
+            return self.model(**inputs)
+
+    flagged, inputs = toy(Flagged)
+    for model, path in ((flagged, "blocks"), (Wrapper(toy(WithDoor)[0]), "model.blocks")):
+        expected = step(model, inputs)
+        before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+        installation = simpletuner_segckpt.apply(model, keys(2))
+        for _ in range(2):
+            assert step(model, inputs) == expected
+        assert installation.effect[path].segments == WIDE
+        installation.remove()
+        assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("model", [None, "model", 3])
+def test_something_that_is_no_model(model):
+    with pytest.raises(TypeError, match="pass an nn.Module"):
+        simpletuner_segckpt.apply(model, keys(2))
+
+
+# Hooks that run once per block, wherever they are.
+
+
+def swapping_hooks(blocks):
+    stored = {block: [p.detach().clone() for p in block.parameters()] for block in blocks}
+
+    def fetch(block, *_):
+        for parameter, value in zip(block.parameters(), stored.get(block, ()), strict=False):
+            parameter.data.copy_(value)
+
+    def drop(block, *_):
+        if block in stored:
+            for parameter in block.parameters():
+                parameter.data.fill_(float("nan"))
+
+    return fetch, drop
+
+
+def test_global_hooks():
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(3))
+    for _ in range(2):
+        step(model, inputs)
+    fetch, drop = swapping_hooks(model.blocks)
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(fetch),
+        nn.modules.module.register_module_forward_hook(drop),
+    ]
+    try:
+        assert step(model, inputs) == expected
+        assert "global hook" in installation.effect["blocks"].reason
+    finally:
+        for handle in handles:
+            handle.remove()
+        for block in model.blocks:
+            fetch(block)
+    assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == (range(0, 3), range(3, 6))
+
+
+def test_hooks_inside_blocks():
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        step(model, inputs)
+    handle = model.blocks[3].inner.register_forward_hook(lambda *_: None)
+    assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == alone(*range(6))
+    assert "block 3" in installation.effect["blocks"].reason
+    handle.remove()
+    assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == WIDE
+
+
+def test_hooks_on_blocks_under_a_compiled_wrapper():
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    fetch, drop = swapping_hooks(list(model.blocks))
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(fetch)
+        block.register_forward_hook(drop)
+        model.blocks[index] = torch.compile(block, backend="eager")
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        installed = step(model, inputs)
+        assert torch.equal(installed.loss, expected.loss)
+        assert next(iter(installed.gradients.values())).isfinite().all()
+    assert installation.effect["blocks"].strategy == "per-block"
+
+
+# LoRA scale: lost in the recompute of diffusers itself.
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+def test_a_lora_scale_is_the_same_in_recompute(interval, scale):
+    model, inputs = model_and_inputs("flux")
+    add_lora(model)
+    inputs["joint_attention_kwargs"] = {"scale": scale}
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, keys(interval))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+
+
+# Compiled models.
+
+
+def compiled(model):
+    """The model in one graph, and the number of checkpoint regions of each graph captured."""
+    torch._dynamo.reset()
+    regions = []
+
+    def backend(graph, example_inputs):
+        calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+        regions.append(sum("activation_checkpoint" in str(call.target) for call in calls))
+        return torch._dynamo.backends.debugging.aot_eager(graph, example_inputs)
+
+    return torch.compile(model, backend=backend, fullgraph=True), regions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["apply", "compile", "prove"])
+def test_compiled_as_a_whole(kind, first):
+    """The same coverage block by block, in one graph, whichever came first."""
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    if first != "compile":
+        simpletuner_segckpt.apply(model, keys(2, 4))
+    if first == "prove":
+        for _ in range(2):
+            step(model, inputs)
+    graph, regions = compiled(model)
+    if first == "compile":
+        simpletuner_segckpt.apply(graph, keys(2, 4))
+    for _ in range(2):
+        got = step(model, inputs, run=graph)
+        torch.testing.assert_close(got.gradients, expected.gradients)
+    assert regions == [4]  # blocks 0, 1, 4 and 5; compiled once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_as_a_whole_and_off(kind):
+    model, inputs = toy(kind)
+    simpletuner_segckpt.apply(model, {"gradient_checkpointing": False})
+    if kind is WithDoor:
+        model.enable_gradient_checkpointing()
+    graph, regions = compiled(model)
+    step(model, inputs, run=graph)
+    assert sum(regions) == 0
+
+
+def test_compiled_as_a_whole_and_disabled_in_between():
+    model, inputs = toy(WithDoor)
+    simpletuner_segckpt.apply(model, keys(2, 4))
+    graph, regions = compiled(model)
+    step(model, inputs, run=graph)
+    model.disable_gradient_checkpointing()
+    step(model, inputs, run=graph)
+    model.enable_gradient_checkpointing()
+    step(model, inputs, run=graph)
+    assert regions[0] == 4
+    assert regions[1] == 0
+    assert set(regions[2:]) <= {4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", ["apply", "compile"])
+def test_regions_compiled_by_accelerate(kind, order):
+    """accelerate trains a copy of the model: that one has the schedule, in either order."""
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    before = model.__dict__.get("gradient_checkpointing"), type(model.blocks[0])
+    torch._dynamo.reset()
+    if order == "apply":
+        installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    copy_ = compile_regions(model, backend="eager")
+    if order == "compile":
+        installation = simpletuner_segckpt.apply(copy_, keys(2, 4))
+    for _ in range(3):
+        got = step(model, inputs, run=copy_)
+        torch.testing.assert_close(got.gradients, expected.gradients)
+    effect = installation.effect["blocks"]
+    assert effect.covered == (0, 1, 4, 5)
+    if kind is WithDoor:
+        assert effect.segments == (range(0, 2), range(4, 6))
+    installation.remove()
+    for trained in (model, copy_):
+        assert (
+            trained.__dict__.get("gradient_checkpointing"),
+            type(model.blocks[0]),
+        ) == before
+        assert not trained._forward_pre_hooks
+
+
+@pytest.mark.parametrize("order", ["apply", "prepare"])
+@pytest.mark.parametrize("regional", [False, True])
+def test_prepared_by_accelerate_with_mixed_precision(order, regional):
+    model, inputs = model_and_inputs("flux")
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
+    torch._dynamo.reset()
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    options = {"dynamo_plugin": plugin} if regional else {}
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)
+    plain = accelerator.prepare(copy.deepcopy(model))
+    expected = step(plain, inputs)
+    if order == "apply":
+        installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    prepared = accelerator.prepare(model)
+    if order == "prepare":
+        installation = simpletuner_segckpt.apply(prepared, keys(2, 4))
+    for _ in range(3):
+        got = step(prepared, inputs)
+        assert torch.equal(got.loss, expected.loss)
+        assert all(
+            (a is None and b is None) or torch.equal(a, b)
+            for a, b in zip(got.gradients.values(), expected.gradients.values(), strict=True)
+        )
+    for stack in installation.effect.stacks:
+        assert stack.segments == (range(0, 2), range(4, 5))
+
+
+def test_blocks_compiled_by_diffusers():
+    model, inputs = model_and_inputs("flux")
+    expected = step(model, inputs)
+    torch._dynamo.reset()
+    installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    model.compile_repeated_blocks(backend="eager")
+    for _ in range(3):
+        got = step(model, inputs)
+        torch.testing.assert_close(got.gradients, expected.gradients)
+    for stack in installation.effect.stacks:
+        assert stack.segments == (range(0, 2), range(4, 5))
+
+
+def test_segment_broken_is_one_of_ours():
+    assert issubclass(SegmentBroken, simpletuner_segckpt.SegckptError)
+
+
+def test_what_is_not_observed_is_said(caplog):
+    """A disabled model has no stale effect."""
+    model, inputs = toy(WithDoor)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    with caplog.at_level(logging.WARNING, "simpletuner_segckpt"):
+        step(model, inputs)
+        model.disable_gradient_checkpointing()
+        step(model, inputs)
+    assert installation.effect.stacks == ()
+    assert installation.effect.conditions[0].off
