@@ -14,6 +14,7 @@ from .spelling import (
     FALSE,
     TRUE,
     is_unset,
+    json_value,
     one_of,
     real_number,
     some_of,
@@ -68,7 +69,7 @@ def _any_case(words: str) -> str:
 
 
 class _Keys(BaseModel):
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, populate_by_name=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -214,8 +215,8 @@ class TrainerKeys(_Keys):
     internal_guidance_enabled: Annotated[bool, BeforeValidator(switch())] = False
     nextlat_enabled: Annotated[bool, BeforeValidator(switch())] = False
     distillation_method: Annotated[str | None, BeforeValidator(word)] = None
-    tread_config: Any = None
-    diffusion_blocks_config: Any = None
+    tread_config: Annotated[Any, BeforeValidator(json_value)] = None
+    diffusion_blocks_config: Annotated[Any, BeforeValidator(json_value)] = None
     controlnet: Annotated[bool, BeforeValidator(switch())] = False
     max_grounding_entities: Annotated[
         int, BeforeValidator(whole_number(0, "grounded entities"))

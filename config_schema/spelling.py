@@ -5,7 +5,9 @@ Each function returns the value meant, ``None`` for unset, or raises
 that says what to write instead.
 """
 
+import json
 import math
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,11 +48,11 @@ def whole_number(minimum: int, what: str) -> Callable[[Any], int | None]:
         if is_unset(value):
             return None
         number = _number(value)
-        if number is None or not math.isfinite(number) or number != int(number):
+        if number is None or not _is_finite(number) or number != int(number):
             raise PydanticCustomError(
                 "wrong-type", "is {found}; {wanted}", {"found": describe(value), "wanted": wanted}
             )
-        if not minimum <= number <= 2**31 - 1:
+        if not minimum <= number < 2**31:
             raise PydanticCustomError(
                 "out-of-range", "is {found}; {wanted}", {"found": describe(value), "wanted": wanted}
             )
@@ -64,22 +66,40 @@ def real_number(value: Any) -> float | None:
     if is_unset(value):
         return None
     number = _number(value)
-    if number is None or not math.isfinite(number) or number < 0:
+    if number is None or not _is_finite(number) or not 0 <= number < 2**31:
         raise PydanticCustomError(
             "wrong-type", "is {found}; write a number, 0 or more", {"found": describe(value)}
         )
     return float(number)
 
 
+def json_value(value: Any) -> Any:
+    """A nested value, which trainers also write as JSON text; None for an empty one or off."""
+    if isinstance(value, str):
+        if value.strip().lower() in FALSE:
+            return None
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return value  # the path of a file, say
+    return None if isinstance(value, (dict, list)) and not value else value
+
+
+def _is_finite(number: float) -> bool:
+    return isinstance(number, int) or math.isfinite(number)
+
+
 def _number(value: Any) -> int | float | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, (int, float)):
-        return value
+    if isinstance(value, numbers.Integral):  # NumPy's too
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
     if not isinstance(value, str):
         return None
     try:
-        return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
+        return int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
     except ValueError:
         return None
 
@@ -117,7 +137,7 @@ def one_of(choices: Iterable[str]) -> Callable[[Any], str | None]:
         if is_unset(value):
             return None
         word = value.strip().lower().replace("_", "-") if isinstance(value, str) else value
-        if word not in known:
+        if not isinstance(word, str) or word not in known:
             raise PydanticCustomError(
                 "unknown-choice",
                 "is {found}; write one of {choices}",

@@ -2,6 +2,7 @@
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 COMMANDS = {
     "validate": "check config files and show the schedule of every stack",
@@ -17,6 +18,9 @@ def main() -> int:
     )
     if name in ("-h", "--help"):
         print(usage)
+        return 0
+    if name == "--version":
+        print(version("simpletuner-segckpt"))
         return 0
     print(f"segckpt: there is no command {name!r}\n{usage}", file=sys.stderr)
     return 2

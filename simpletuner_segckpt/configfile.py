@@ -48,7 +48,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
     name = "<stdin>" if str(path) == "-" else str(path)
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # the last: no standard input
         reason = getattr(error, "strerror", None) or str(error)
         return ConfigFile(name, findings=[Finding("unreadable", reason, file=name)])
     return parse_config(data, name)
@@ -74,7 +74,7 @@ def parse_config(data: bytes, name: str) -> ConfigFile:
         file.report("encoding", f"byte {error.start} is not UTF-8; save it as UTF-8", (line, 1))
         return file
     if not text.strip():
-        file.report("empty-file", "is empty; write at least {} into it", (1, 1))
+        file.report("empty-file", "is empty; write the keys into it", (1, 1))
         return file
     toml = name.lower().endswith(".toml") or (
         name == "<stdin>" and text.lstrip()[0] not in '{["-0123456789'

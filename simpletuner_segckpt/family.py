@@ -119,6 +119,6 @@ class Family(_Record):
             value = config.get(stack.count) if stack.count and not stack.optional else None
             if isinstance(value, (list, tuple)):
                 value = len(value)
-            if isinstance(value, int):
+            if isinstance(value, int) and not isinstance(value, bool):
                 found[stack.path] = value
         return found | dict(config.get("blocks", {}))

@@ -1,6 +1,6 @@
 """Put a schedule on a model, and take it off again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -23,9 +23,9 @@ from .stacks import block_list, blocks_of, candidate_stacks, matching, units_of
 class Installation:
     """A schedule on a model."""
 
-    model: Module
+    model: Module = field(repr=False)
     report: Report
-    _door: Door
+    _door: Door = field(repr=False)
 
     @property
     def effect(self) -> Effect | None:
@@ -64,9 +64,13 @@ def apply(
     described = _find_family(base, settings, registry, family)
     stacks, left_out = _stacks_of(base, described)
     if not stacks:
-        raise UnsupportedModel(
-            f"{type(base).__name__} has no nn.ModuleList of two or more blocks to schedule"
-        )
+        name = type(base).__name__
+        if described and described.stacks:
+            paths = ", ".join(stack.path for stack in described.stacks)
+            raise UnsupportedModel(
+                f"{name} has none of the stacks of the family {described.family}: {paths}"
+            )
+        raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
     report = make_report(settings, described, stacks, left_out)
     for finding in settings.findings:
         logger.warning("%s", finding)

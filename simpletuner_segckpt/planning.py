@@ -51,6 +51,8 @@ def _stack_report(
     off = [condition for condition in conditions if condition.off]
     if off:
         return report("off", Schedule(schedule.blocks, ()), str(off[0]))
+    if not schedule.segments:
+        return report("off", schedule, "gradient_checkpointing_keep_last keeps all its blocks")
     reasons = [str(condition) for condition in conditions if condition.concerns(path)]
     if described and described.per_block:
         reasons.append(described.per_block)

@@ -126,7 +126,7 @@ def read_family(path: Traversable) -> Family:
     """One family file. Raises ``FamilyError`` naming the file and the key that is wrong."""
     try:
         return Family.model_validate(tomllib.loads(path.read_text("utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FamilyError(f"{path}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]

@@ -105,6 +105,10 @@ class Unit:
     blocks: range
     recomputed: bool
 
+    def __str__(self) -> str:
+        blocks = " ".join(map(str, self.blocks))
+        return f"[{blocks}]" if self.recomputed else blocks
+
 
 @dataclass(frozen=True, slots=True)
 class StackEffect:
@@ -139,6 +143,14 @@ class Effect:
 
     stacks: tuple[StackEffect, ...]
     conditions: tuple[Condition, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"because of {condition}" for condition in self.conditions]
+        for stack in self.stacks:
+            reason = f" ({stack.reason})" if stack.reason else ""
+            ran = " ".join(map(str, stack.units))
+            lines += [f"{stack.path}: {stack.strategy}{reason}", f"  {ran}"]
+        return "\n".join(lines)
 
     def __getitem__(self, path: str) -> StackEffect:
         """The effect on the stack at ``path``. Raises ``KeyError`` when it has none."""

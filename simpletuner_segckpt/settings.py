@@ -2,7 +2,7 @@
 
 import argparse
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,7 +62,8 @@ def load_settings(source: ConfigSource) -> Settings:
         )
     settings, findings = check_settings(file)
     if settings is None:
-        raise ConfigError([finding for finding in findings if finding.severity == "error"])
+        errors = [finding for finding in findings if finding.severity == "error"]
+        raise ConfigError(sorted(errors, key=lambda finding: (finding.line, finding.column)))
     return settings
 
 
@@ -71,12 +72,12 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     findings = list(file.findings)
     readable = len(findings)
     values = _canonical(file, findings)
-    checkpointing = _validated(CheckpointingConfig, file, values, findings)
+    checkpointing = _validated(CheckpointingConfig, CHECKPOINTING_KEYS, file, values, findings)
     if _is_off(values):
         # What is wrong with keys that have no effect must not stop a run.
         findings[readable:] = [replace(f, severity="warning") for f in findings[readable:]]
         checkpointing = CheckpointingConfig(enabled=False)
-    trainer = _validated(TrainerKeys, file, values, findings)
+    trainer = _validated(TrainerKeys, TRAINER_KEYS, file, values, findings)
     if checkpointing is not None:
         _warn(checkpointing, file, values, findings)
         for key, message in unsupported_options(checkpointing).items():
@@ -122,23 +123,44 @@ def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
         plain = key.removeprefix("--")
         if plain in known:
             if plain in values:
-                message = f"is also given as `{plain}`; leave one of the two out"
+                other = plain if key != plain else f"--{plain}"
+                message = f"is also given as `{other}`; leave one of the two out"
                 findings.append(file.finding("two-spellings", message, key))
             values[plain] = value
-            continue
-        similar = key.strip().lstrip("-").replace("-", "_").lower()
-        if similar.startswith("gradient_checkpoint"):
-            near = difflib.get_close_matches(similar, CHECKPOINTING_KEYS, n=1, cutoff=0)[0]
+        elif near := _meant(key):
             message = f"is not a key; did you mean `{near}`?"
             findings.append(file.finding("unknown-key", message, key))
+        elif isinstance(value, dict):
+            for inner in value:
+                if isinstance(inner, str) and inner.removeprefix("--") in CHECKPOINTING_KEYS:
+                    message = f"stands inside `{key}` and is not read; move it to the top level"
+                    found = file.finding("no-effect", message, key, "warning")
+                    findings.append(replace(found, key=f"{key}.{inner}"))
     return values
 
 
+def _meant(key: str) -> str | None:
+    """The key of ours that ``key`` is a misspelling of, if it looks like one."""
+    similar = key.strip().lstrip("-").replace("-", "_").lower()
+    if similar.startswith("gradient_checkpoint"):
+        cutoff = 0.0
+    elif similar.startswith("grad"):
+        cutoff = 0.9
+    else:
+        return None
+    near = difflib.get_close_matches(similar, CHECKPOINTING_KEYS, n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
 def _validated(
-    model: type[Keys], file: ConfigFile, values: dict[str, Any], findings: list[Finding]
+    model: type[Keys],
+    keys: Iterable[str],
+    file: ConfigFile,
+    values: dict[str, Any],
+    findings: list[Finding],
 ) -> Keys | None:
     try:
-        return model.model_validate(values)
+        return model.model_validate({key: values[key] for key in keys if key in values})
     except ValidationError as error:
         for problem in error.errors():
             rule = problem["type"]

@@ -5,7 +5,9 @@ No torch is imported.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -132,6 +134,8 @@ def _counts(
 def _notes(settings: Settings, report: Report) -> list[str]:
     config = settings.checkpointing
     notes = []
+    if not settings.checkpointing.enabled:
+        return notes
     if report.strategy == "segmented" and config.stride in (None, config.interval):
         notes.append(
             "wider segments save no time: each covered block is recomputed once either way; "
@@ -175,12 +179,12 @@ def print_text(checked: Sequence[Checked]) -> None:
             text.highlight_words([f"{finding.code} {finding.severity}"], style)
             console.print(text)
         if result.report:
-            console.print(Text(result.file, "bold"))
+            console.print(Text(printable(result.file), "bold"))
             for line in [*result.report.lines(), *(f"note: {n}" for n in result.notes)]:
                 console.print(Text(f"  {line}"))
         else:
             for note in result.notes:
-                console.print(Text(f"{result.file}: {note}"))
+                console.print(Text(printable(f"{result.file}: {note}")))
     findings = [finding for result in checked for finding in result.findings]
     errors = sum(finding.severity == "error" for finding in findings)
     if findings:
@@ -282,8 +286,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if sys.stdout is None:
+        return _cannot("standard output is closed")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         registry = FamilyRegistry.default()
         for folder in options.families:
@@ -297,10 +302,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in options.files
         ]
     except (UsageError, FamilyError, UnknownFamily) as error:
-        print(f"segckpt validate: {printable(str(error))}", file=sys.stderr)
-        return 2
-    PRINTERS[options.output_format](checked)
+        return _cannot(printable(str(error)))
+    try:
+        PRINTERS[options.output_format](checked)
+        sys.stdout.flush()
+    except OSError as error:  # a full disk, a closed pipe
+        # What is left in the buffer would be written, and fail again, at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _cannot(f"the output cannot be written ({error.strerror})")
     return max(result.exit_code for result in checked)
+
+
+def _cannot(reason: str) -> int:
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"segckpt validate: {reason}", file=sys.stderr)
+    return 2
 
 
 def _stack_and_count(option: str) -> tuple[str, int]:

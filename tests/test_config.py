@@ -4,6 +4,7 @@ import argparse
 import json
 
 import jsonschema
+import numpy
 import pytest
 from simpletuner_segckpt.config_schema.generate import SCHEMA_FILE, json_schema, render
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS
@@ -120,6 +121,10 @@ def test_backend():
         ("---gradient_checkpointing", ON),
         ("gradient_checkpointing_stride", STRIDE),
         ("gradient_checkpointing_keeplast", KEEP_LAST),
+        ("gradientcheckpointing_interval", INTERVAL),
+        ("gradient_checkpoiting_interval", INTERVAL),
+        ("gradient_chekpointing_interval", INTERVAL),
+        ("grad_checkpointing_interval", INTERVAL),
     ],
 )
 def test_unknown_keys_get_the_nearest_real_one(key, nearest):
@@ -158,6 +163,26 @@ def test_names_of_fields_mean_what_keys_mean():
     assert CheckpointingConfig(enabled="none").enabled is False
     by_key = CheckpointingConfig.model_validate({INTERVAL: 2, KEEP: ["ffn"]})
     assert CheckpointingConfig(interval="2", keep="ffn") == by_key
+
+
+def test_names_of_fields_are_checked():
+    with pytest.raises(ValueError, match="gradient_checkpointing_interva"):
+        CheckpointingConfig(gradient_checkpointing_interva=2)
+
+
+def test_the_other_spelling_is_named():
+    for first, second in ((INTERVAL, "--" + INTERVAL), ("--" + INTERVAL, INTERVAL)):
+        with pytest.raises(ConfigError, match=f"`{second}` is also given as `{first}`"):
+            load_settings({first: 2, second: 2})
+
+
+def test_numbers_of_numpy():
+    assert read({INTERVAL: numpy.int64(3), BUCKETS: numpy.float32(2)}).interval == 3
+
+
+@pytest.mark.parametrize("nothing", ["false", "{}", "", "[]", None, {}, "None"])
+def test_nested_keys_that_say_nothing(nothing):
+    assert not load_settings({"tread_config": nothing}).trainer.tread_config
 
 
 def test_keys_that_are_no_text():

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS, TRAINER_KEYS
 
@@ -77,6 +77,10 @@ def validate(tmp_path, capsys, monkeypatch):
             {"model_family": "fluxx"},
             "config.json:1:2: SEG401 error: `model_family` is fluxx, "
             "which no family file describes; did you mean flux",
+        ),
+        (
+            {"model": {INTERVAL: 2}},
+            "config.json:1:2: SEG304 warning",
         ),
         ({"gradient_checkpoint": True}, "did you mean `gradient_checkpointing`?"),
         ({"gradient_checkpointing_keep": "attention"}, "config.json:1:2: SEG402 error"),
@@ -268,6 +272,20 @@ def test_a_command_line_that_cannot_run(validate, options):
     assert validate({INTERVAL: 2}, *options)[0] == 2
 
 
+def test_output_that_cannot_be_written(validate, tmp_path):
+    validate({"model_family": "flux", INTERVAL: 2})
+    command = f"{sys.executable} -m simpletuner_segckpt.validate config.json"
+    for shell in (f"{command} >/dev/full", f"{command} >&-", f"{command} 2>&- >&-"):
+        done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2, shell
+        assert "Traceback" not in done.stderr
+    done = subprocess.run(
+        f"{command} - <&-", shell=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "SEG001" in done.stdout
+
+
 def test_every_rule_is_used():
     root = Path(__file__).parents[1]
     source = "".join(
@@ -360,6 +378,9 @@ def check_any(capsys, tmp_path, data, name, output_format):
 
 
 @fuzz
+@example({"gradient_checkpointing": "\ud800"}, "text")
+@example({"gradient_checkpointing_interval": int("9" * 400)}, "text")
+@example({"layersync_lambda": "9" * 400}, "text")
 @given(configs, st.sampled_from(FORMATS))
 def test_any_keys_and_values(capsys, tmp_path, config, output_format):
     check_any(capsys, tmp_path, json.dumps(config).encode(), "c.json", output_format)
