@@ -133,7 +133,7 @@ def _counts(
 
 def _notes(settings: Settings, report: Report) -> list[str]:
     config = settings.checkpointing
-    notes = []
+    notes: list[str] = []
     if not settings.checkpointing.enabled:
         return notes
     if report.strategy == "segmented" and config.stride in (None, config.interval):
