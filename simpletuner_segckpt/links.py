@@ -27,6 +27,8 @@ import torch.utils.checkpoint
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree  # private, but what torch.utils.checkpoint itself uses
 
+from .stacks import uncompiled
+
 Tensor = torch.Tensor
 
 _CONSTANTS = (
@@ -198,6 +200,20 @@ class Arguments:
 def is_constant(value: Any) -> bool:
     """Whether ``value`` is an object of a kind that no loop changes in place."""
     return value is None or isinstance(value, _CONSTANTS)
+
+
+def attributes(block: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a block, which a loop may set just before it calls the block."""
+    return dict(uncompiled(block).__dict__)
+
+
+def changed_attribute(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The name of an attribute that differs between two results of ``attributes``."""
+    for name in before.keys() | now.keys():
+        old, new = before.get(name), now.get(name)
+        if old is not new and not (is_constant(old) and type(old) is type(new) and old == new):
+            return name
+    return None
 
 
 def unwatchable(tree: Any) -> str | None:

@@ -30,6 +30,8 @@ from .links import (
     Handed,
     Link,
     argument_name,
+    attributes,
+    changed_attribute,
     hand_out,
     is_constant,
     plain_tree,
@@ -122,6 +124,7 @@ class _Ran:
     returned: list[weakref.ref[Handed] | None]
     surroundings: tuple
     random_states: list[Tensor]
+    following: dict[str, Any]  # the attributes of the block after it
 
 
 class RecordingRun(StackRun):
@@ -170,7 +173,10 @@ class RecordingRun(StackRun):
         if (kind := unwatchable(result)) and index + 1 < len(self.stack.blocks):
             self._note(index, f"block {index} returns a {kind}, which cannot be watched")
         arguments = Arguments(args, kwargs)
-        self._last = _Ran(index, arguments, returned, around, random_states())
+        following = {}
+        if index + 1 < len(self.stack.blocks):
+            following = attributes(self.stack.blocks[index + 1])
+        self._last = _Ran(index, arguments, returned, around, random_states(), following)
         return handed
 
     def _compare(self, last: _Ran, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
@@ -199,6 +205,9 @@ class RecordingRun(StackRun):
             return f"block {index} takes nothing that block {last.index} returned"
         if surroundings() != last.surroundings:
             return f"grad mode or autocast changes before block {index}"
+        changed = changed_attribute(last.following, attributes(self.stack.blocks[index]))
+        if changed:
+            return f"the attribute `{changed}` of block {index} is set before it runs"
         if not all(map(torch.equal, random_states(), last.random_states)):
             return f"random numbers are drawn before block {index}"
         return Link(tuple(carried))
@@ -280,6 +289,7 @@ class _OpenSegment:
     handed: Any
     handed_leaves: list[Any]
     surroundings: tuple
+    attributes: dict[int, dict[str, Any]]
     due: int
 
 
@@ -318,8 +328,9 @@ class SegmentedRun(StackRun):
         handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
+        kept = {index: attributes(self.stack.blocks[index]) for index in segment[1:]}
         due = segment.start + 1
-        self._open = _OpenSegment(segment, arguments, result, handed, leaves, around, due)
+        self._open = _OpenSegment(segment, arguments, result, handed, leaves, around, kept, due)
         return handed
 
     def _follow(self, open_: _OpenSegment, index: int, args: tuple, kwargs: dict) -> Any:
@@ -340,6 +351,9 @@ class SegmentedRun(StackRun):
                 self._break(
                     segment, f"block {index} does not get the `{name}` that was left for it"
                 )
+        now = attributes(self.stack.blocks[index])
+        if changed := changed_attribute(open_.attributes[index], now):
+            self._break(segment, f"the attribute `{changed}` of block {index} was set in between")
         if surroundings() != open_.surroundings:
             self._break(segment, f"grad mode or autocast changes before block {index}")
         open_.due += 1

@@ -115,6 +115,21 @@ def counts_in_an_object(self, hidden_states, temb):
     return self.out(hidden_states)
 
 
+class Scaled(Block):
+    scale = 1.0
+
+    def forward(self, hidden_states, temb):
+        return super().forward(hidden_states, temb) * self.scale
+
+
+def sets_attributes(self, hidden_states, temb):
+    self.step = getattr(self, "step", 0) + 1
+    for index, block in enumerate(self.blocks):
+        block.scale = 1 + index / self.step
+        hidden_states = self.run(block, hidden_states, temb)
+    return self.out(hidden_states)
+
+
 def goes_round_twice(self, hidden_states, temb):
     for round_ in range(2):
         for block in self.blocks:
@@ -134,15 +149,19 @@ def goes_round_twice(self, hidden_states, temb):
         (adds_up_objects, WithObject, alone(*range(6))),
         (counts_tokens, Narrowing, alone(*range(6))),
         (counts_in_an_object, Twice, alone(*range(6))),
+        (sets_attributes, Scaled, alone(*range(6))),
         (goes_round_twice, Block, alone(*range(6)) * 2),
     ],
 )
 def test_loops_whose_blocks_must_not_run_together(kind, forward, block, segments):
     model, inputs = variant(kind, forward, block)
-    expected = step(model, inputs)
+    expected = [step(copy.deepcopy(model), inputs)] * 3
+    if forward is sets_attributes:
+        twin = copy.deepcopy(model)
+        expected = [step(twin, inputs) for _ in range(3)]
     installation = simpletuner_segckpt.apply(model, keys(2))
-    for _ in range(3):
-        assert step(model, inputs) == expected
+    for number in range(3):
+        assert step(model, inputs) == expected[number]
     assert installation.effect["blocks"].segments == segments
 
 
