@@ -2,7 +2,7 @@
 
 The class of each block becomes a subclass of itself that differs in one method: while a
 training forward of the model runs, a call of the block goes to the model's door. The loop
-keeps its blocks, its lists and every test of identity or type that it makes of them.
+keeps its blocks, its lists, and every test of identity or ``isinstance`` that it makes of them.
 """
 
 from collections.abc import Iterable
