@@ -59,8 +59,8 @@ class Door:
     ``parameters`` are the names of the parameters of the model's ``forward``, ``gates`` the
     names of the submodules that ask for a checkpoint function, ``conditions`` the arguments that
     force per-block. ``intercepts``: the loop reaches the door through its blocks, and must not
-    ask its checkpoint function. ``described``: a family describes the model. ``off``: why the
-    model's checkpointing stays switched off.
+    ask its checkpoint function. ``carried``: what the family says is carried in each stack; None
+    when no family describes the model. ``off``: why checkpointing stays switched off.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Door:
         conditions: Sequence[Condition] = (),
         *,
         intercepts: bool = False,
-        described: bool = True,
+        carried: Mapping[str, Mapping[str, int]] | None = None,
         off: str = "",
     ):
         self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
@@ -87,7 +87,8 @@ class Door:
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
         self.intercepts = intercepts
-        self.described = described
+        self.described = carried is not None
+        self.carried = dict(carried or {})
         self.off = off
         self.effect: Effect | None = None
         self.handles: list[RemovableHandle] = []
@@ -221,7 +222,8 @@ class Door:
         shape: CallShape,
     ) -> StackRun:
         blocks = blocks_of(module, planned.path)
-        stack = Stack(planned.path, planned.schedule, blocks, checkpoint)
+        carried = self.carried.get(planned.path, {})
+        stack = Stack(planned.path, planned.schedule, blocks, checkpoint, carried)
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:
             found.append(

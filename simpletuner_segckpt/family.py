@@ -32,6 +32,11 @@ class Stack(_Record):
     per_block: str = ""  # why this stack can never be segmented
     cut: str = ""  # where in the stack segments end early, and why
 
+    @property
+    def sources(self) -> dict[str, int]:
+        """``carried`` by leaf of the result; the whole value is its only leaf."""
+        return {name: 0 if source == "return" else source for name, source in self.carried.items()}
+
     def describes(self, path: str) -> bool:
         """Whether the list at ``path`` is this stack, or one of those that its path names."""
         return matches(self.path, path)

@@ -175,7 +175,7 @@ def _install(base: Any, report: Report, family: Family | None, settings: Setting
         list(gates),
         conditions,
         intercepts=bool(family and family.keyword_loop) or not has_door,
-        described=family is not None,
+        carried=_carried(report, family),
         off=next((str(c) for c in report.conditions if c.off), ""),
     )
     door.before = {
@@ -203,6 +203,18 @@ def _install(base: Any, report: Report, family: Family | None, settings: Setting
         door.detach(base)
         raise
     return door
+
+
+def _carried(report: Report, family: Family | None) -> dict[str, dict[str, int]] | None:
+    """What the family says is carried in each stack of the report."""
+    if family is None:
+        return None
+    return {
+        planned.path: stack.sources
+        for planned in report.stacks
+        for stack in family.stacks
+        if stack.describes(planned.path)
+    }
 
 
 def _door_of(base: Module) -> Door | None:

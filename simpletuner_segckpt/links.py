@@ -165,10 +165,17 @@ class Link:
     """How the arguments of a block follow from the block before it.
 
     ``carried`` pairs the index of an argument leaf with the index of the result leaf that
-    feeds it; every other argument leaf is the same for both blocks.
+    feeds it; every other argument leaf is the same for both blocks. ``names`` are the block's
+    parameters that those arguments are for.
     """
 
     carried: tuple[tuple[int, int], ...]
+    names: tuple[str, ...]
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """Parameter of a block -> index of the result leaf that feeds it."""
+        return {name: source for name, (_, source) in zip(self.names, self.carried, strict=True)}
 
     def feed(self, leaves: Sequence[Any], result: Any) -> tuple[Any, ...]:
         """The argument leaves of the next block, from this block's leaves and its result."""

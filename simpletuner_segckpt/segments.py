@@ -12,8 +12,8 @@ segments are formed wherever that record allows it.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -59,6 +59,8 @@ class Stack:
     schedule: Schedule
     blocks: Sequence[Module]
     checkpoint: Checkpoint
+    carried: Mapping[str, int] = field(default_factory=dict)
+    """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,16 @@ class RecordingRun(StackRun):
             return f"the attribute `{changed}` of block {index} is set before it runs"
         if not all(map(torch.equal, random_states(), last.random_states)):
             return f"random numbers are drawn before block {index}"
-        return Link(tuple(carried))
+        block = self.stack.blocks[index]
+        names = [argument_name(block, leaves, spec, argument) for argument, _ in carried]
+        link = Link(tuple(carried), tuple(names))
+        expected = self.stack.carried
+        if expected and not link.by_name.items() <= expected.items():
+            return (
+                f"drifted: {_named(link.by_name)} is carried to block {index}, where the family "
+                f"file expects {_named(expected)}"
+            )
+        return link
 
     def _note(self, boundary: int, found: Boundary) -> None:
         """A loop may pass a boundary more than once; it is a link if it always was the same."""
@@ -277,6 +288,10 @@ class RecordingRun(StackRun):
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
             for a, b in zip(leaves, recorded, strict=True)
         )
+
+
+def _named(carried: Mapping[str, int]) -> str:
+    return ", ".join(f"`{name}` (from {source})" for name, source in sorted(carried.items()))
 
 
 @dataclass(slots=True)

@@ -5,9 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from training import counted, keys, model_and_inputs, step
+from training import keys, model_and_inputs
 
 import simpletuner_segckpt
+from simpletuner_segckpt.prove import counted, step
 from simpletuner_segckpt.schedule import make_schedules
 
 STACKS = {"transformer_blocks": 5, "single_transformer_blocks": 5}

@@ -14,10 +14,11 @@ from accelerate.utils import TorchDynamoPlugin, compile_regions
 from peft import LoraConfig
 from torch import nn
 from toys import WIDTH, Block, Doorless, WithDoor, toy
-from training import add_lora, counted, keys, model_and_inputs, step
+from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken
+from simpletuner_segckpt.prove import counted, step
 
 KINDS = [WithDoor, Doorless]
 WIDE = (range(0, 2), range(2, 4), range(4, 6))

@@ -17,10 +17,11 @@ from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from toys import Doorless, WithDoor, toy
-from training import add_lora, counted, keys, loss_of, model_and_inputs, set_dropout, step
+from training import add_lora, keys, model_and_inputs, set_dropout
 
 import simpletuner_segckpt
 from simpletuner_segckpt.measure import SavedBytes
+from simpletuner_segckpt.prove import counted, loss_of, step
 
 STACKS = ["transformer_blocks", "single_transformer_blocks"]
 PLAN = (range(0, 2), range(4, 5))  # of 5 blocks with interval 2 and stride 4

@@ -8,11 +8,12 @@ from types import ModuleType
 
 import pytest
 from toys import WithDoor, toy
-from training import family, keys, step
+from training import family, keys
 
 import simpletuner_segckpt
 from simpletuner_segckpt import Family, FamilyError, FamilyRegistry, UnknownFamily
 from simpletuner_segckpt import registry as registry_module
+from simpletuner_segckpt.prove import step
 from simpletuner_segckpt.validate import main
 
 TOY = """

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 from toys import CallsBoundMethods, Doorless, WithDoor, toy
-from training import counted, keys, step
+from training import keys
 
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken
+from simpletuner_segckpt.prove import counted, step
 
 KINDS = [WithDoor, Doorless]
 PLAN = (range(0, 2), range(2, 4), range(4, 6))
