@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .family import Family
     from .install import Installation, apply, remove
+    from .probe import probe
     from .registry import FamilyRegistry
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "UnknownFamily": "errors",
     "UnsupportedModel": "errors",
     "apply": "install",
+    "probe": "probe",
     "remove": "install",
 }
 
@@ -50,6 +52,7 @@ __all__ = [
     "UnknownFamily",
     "UnsupportedModel",
     "apply",
+    "probe",
     "remove",
 ]
 
@@ -60,5 +63,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
+    globals()[name] = value  # also over a submodule of that name, which the import has put there
     return value

@@ -6,6 +6,9 @@ from importlib.metadata import version
 
 COMMANDS = {
     "validate": "check config files and show the schedule of every stack",
+    "families": "show which model families are supported, and how",
+    "check": "prove families on the installed versions",
+    "probe": "describe a model that no family file describes",
 }
 
 

@@ -122,6 +122,11 @@ class Door:
         self.__dict__.update(state)
         self._forget_runs()
 
+    @property
+    def proofs(self) -> dict[str, Proof]:
+        """By stack path, what the latest recorded forward showed."""
+        return {path: proof for (_, path), proof in self._proven.items()}
+
     # Called from the model's loop.
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,28 +252,29 @@ class Door:
 
     def _learn(self, forward: Forward) -> None:
         """What this forward showed for those that follow."""
-        reached = []
-        for planned, run in zip(self.stacks, forward.runs, strict=True):
-            if run.units:
-                reached.append(planned)
-            else:
+        planned = {stack.path: stack for stack in self.stacks}
+        for run in forward.runs:
+            if run not in forward.reached:
                 self._say(
                     logging.WARNING,
-                    f"{planned.path} was not reached: the model does not run its blocks through "
+                    f"{run.stack.path} was not reached: the model does not run its blocks through "
                     "its checkpoint function, so nothing of it is recomputed",
                 )
-            if isinstance(run, RecordingRun) and run.units:
-                self._proven[run.shape, planned.path] = run.proof()
+            elif isinstance(run, RecordingRun):
+                self._proven[run.shape, run.stack.path] = run.proof()
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.units)
         if units and units != self.units.blocks:
             # Modules that run more than once count each time.
             self.units = self._schedules(counts | {UNITS: units})[UNITS]
-        if not self.described and 0 < len(reached) < len(self.stacks):
-            # Lists that only looked like stacks must not use up what keep_last keeps.
+        reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
+        if not self.described and reached and reached != list(self.stacks):
+            # What keep_last keeps goes by execution order, which nobody described, and lists that
+            # only looked like stacks must not use it up.
             schedules = self._schedules({stack.path: stack.blocks for stack in reached})
-            self.stacks = tuple(replace(s, schedule=schedules[s.path]) for s in reached)
-            self._proven.clear()
+            self.stacks = tuple(replace(stack, schedule=schedules[stack.path]) for stack in reached)
+            if self.config.keep_last:
+                self._proven.clear()
 
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
         config = self.config

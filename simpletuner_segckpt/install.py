@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
@@ -12,11 +13,16 @@ from torch.nn import Module
 from .door import GATE_STATE, Door, logger
 from .errors import UnknownFamily, UnsupportedModel
 from .family import Family, matches
+from .native import Settled, is_native, restore, settle
 from .planning import make_report
 from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
+from .segments import Proof
 from .settings import ConfigSource, Settings, load_settings
 from .stacks import block_list, blocks_of, candidate_stacks, matching, units_of
+
+# Models whose own setters were called, and what they changed.
+_settled: WeakKeyDictionary[Module, Settled] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -25,19 +31,25 @@ class Installation:
 
     model: Module = field(repr=False)
     report: Report
-    _door: Door = field(repr=False)
+    _owner: Door | Settled = field(repr=False)
 
     @property
     def effect(self) -> Effect | None:
         """What the last training forward really did; None before the first one.
 
-        Forwards without gradients, and those inside a compiled graph, leave it as it is.
+        Forwards without gradients, and those inside a compiled graph, leave it as it is. Of a
+        class with its own setters (strategy ``native``) nothing is observed.
         """
-        return self._door.effect
+        return self._owner.effect if isinstance(self._owner, Door) else None
+
+    @property
+    def proofs(self) -> dict[str, Proof]:
+        """By stack path, what the latest recorded forward showed of the boundaries of blocks."""
+        return self._owner.proofs if isinstance(self._owner, Door) else {}
 
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
-        if _door_of(self.model) is self._door:
+        if self._owner in (_door_of(self.model), _settled.get(self.model)):
             remove(self.model)
 
 
@@ -75,9 +87,16 @@ def apply(
     for finding in settings.findings:
         logger.warning("%s", finding)
     remove(base)
-    door = _install(base, report, described, settings)
+    owner: Door | Settled
+    if is_native(base):
+        owner = _settled[base] = settle(base, settings.checkpointing, described, report)
+        report = owner.report
+        for condition in report.conditions:
+            logger.warning("%s", condition)
+    else:
+        owner = _install(base, report, described, settings)
     logger.info("installed on %s: %s", type(base).__name__, report)
-    return Installation(base, report, door)
+    return Installation(base, report, owner)
 
 
 def remove(model: Module) -> None:
@@ -89,6 +108,9 @@ def remove(model: Module) -> None:
     door = _door_of(base)
     if door is not None:
         door.detach(base)
+    settled = _settled.pop(base, None)
+    if settled is not None:
+        restore(base, settled)
 
 
 def unwrap(model: Module) -> Module:

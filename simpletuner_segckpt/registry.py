@@ -77,12 +77,16 @@ class FamilyRegistry:
 
         Raises ``UnknownFamily``, which names the nearest known family.
         """
+        return _of_flavour(self.named(name), flavour)
+
+    def named(self, name: str) -> list[Family]:
+        """Every family of this ``model_family``. Raises ``UnknownFamily`` when there is none."""
         wanted = _spelling(name)
         known = [f for f in self if wanted in map(_spelling, (f.family, *f.aliases))]
         if not known:
             near = difflib.get_close_matches(wanted, self.names(), n=1)
             raise UnknownFamily(name, near[0] if near else None)
-        return _of_flavour(known, flavour)
+        return known
 
     def for_class(
         self, model_class: type, name: str | None = None, flavour: str | None = None
@@ -93,7 +97,7 @@ class FamilyRegistry:
         ``model_family`` and ``model_flavour``, which then decide.
         """
         for base in model_class.__mro__:
-            known = [f for f in self if any(_is_class(base, path) for path in f.classes)]
+            known = [f for f in self if any(_is_class(base, path) for path in _all_classes(f))]
             if known:
                 named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
                 return _of_flavour(named or known, flavour)
@@ -139,6 +143,11 @@ def _of_flavour(families: list[Family], flavour: str | None) -> Family:
     wanted = (flavour or "").lower()
     having = [f for f in families if wanted in (own.lower() for own in f.flavours)]
     return next(iter(having or [f for f in families if f.default] or families))
+
+
+def _all_classes(family: Family) -> tuple[str, ...]:
+    """The classes that a family describes, the trainers' own included."""
+    return family.classes + (family.native.classes if family.native else ())
 
 
 def _spelling(name: str) -> str:

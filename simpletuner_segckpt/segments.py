@@ -468,6 +468,7 @@ class Forward:
                 # Twice: the loop may go over the list as it was before its blocks were compiled.
                 self._places[id(block)] = (run, index)
                 self._places[id(uncompiled(block))] = (run, index)
+        self.reached: list[StackRun] = []  # in execution order
         self._last: StackRun | None = None
 
     def step(self, block: Module, args: tuple, kwargs: dict) -> Any:
@@ -475,6 +476,8 @@ class Forward:
         run, index = self._places.get(id(block), (self.units, -1))
         if self._last is not None and self._last is not run:
             self._last.between(f"a {type(block).__name__} of another stack")
+        if self._last is not run and run not in self.reached:
+            self.reached.append(run)
         self._last = run
         if self._hands_out and type(run) in (StackRun, UnitsRun):
             read((args, kwargs), f"argument of a {type(block).__name__}")
@@ -494,6 +497,6 @@ class Forward:
             run.abandon()
 
     def effect(self) -> Effect:
-        """What ran, stack by stack."""
-        runs = (*self.runs, self.units) if self.units.units else self.runs
+        """What ran, stack by stack in execution order."""
+        runs = [*self.reached, *(run for run in self.runs if run not in self.reached)]
         return Effect(tuple(run.effect() for run in runs), self.conditions)

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from toys import CallsBoundMethods, Doorless, WithDoor, toy
+from toys import CallsBoundMethods, Collects, Doorless, WithDoor, toy
 from training import keys
 
 import simpletuner_segckpt
@@ -199,17 +199,6 @@ class Skips(WithDoor):
         for block in self.blocks[3:]:
             hidden_states = self.run(block, hidden_states, states.pop())
         return self.out(hidden_states)
-
-
-class Collects(WithDoor):
-    """A ControlNet's loop: the state after each block is an output."""
-
-    def forward(self, hidden_states, temb):
-        samples = ()
-        for block in self.blocks:
-            hidden_states = self.run(block, hidden_states, temb)
-            samples += (hidden_states,)
-        return [self.out(sample) for sample in samples], {"states": samples}
 
 
 class Interleaved(WithDoor):

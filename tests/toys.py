@@ -93,3 +93,14 @@ class CallsBoundMethods(WithDoor):
                 block.__call__, hidden_states=hidden_states, temb=temb
             )
         return block(hidden_states, temb)
+
+
+class Collects(WithDoor):
+    """A ControlNet's loop: the state after each block is an output."""
+
+    def forward(self, hidden_states, temb):
+        samples = ()
+        for block in self.blocks:
+            hidden_states = self.run(block, hidden_states, temb)
+            samples += (hidden_states,)
+        return [self.out(sample) for sample in samples], {"states": samples}

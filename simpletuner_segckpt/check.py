@@ -1,0 +1,245 @@
+"""``segckpt check``: prove families on the versions that are installed.
+
+Each tiny model of a family file is built from its class and trained for a step under several
+schedules. A family passes when every gradient is bit-equal to the un-checkpointed step, every
+block ran as often as its schedule says, and what passes between the blocks is what the file
+says. Exit codes: 0 nothing drifted, 1 something did, 2 could not run.
+"""
+
+import argparse
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+
+from .errors import FamilyError, SegckptError, UnknownFamily
+from .family import Family, Stack, Tiny
+from .install import Installation, apply
+from .prove import Step, counted, step
+from .registry import FamilyRegistry
+from .report import UNITS
+from .stacks import blocks_of, matching
+from .tiny import load_class, make_inputs, make_model, missing_needs
+
+Verdict = Literal["segmented", "per-block", "not installed", "drifted"]
+
+# Interval and stride of the schedules that are tried.
+SCHEDULES = ((1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None))
+
+
+@dataclass
+class Check:
+    """What came of checking one class of a family.
+
+    ``details`` says what has changed, or why the class could not be checked.
+    """
+
+    family: Family
+    model_class: str
+    verdict: Verdict
+    details: list[str] = field(default_factory=list)
+
+
+def check_family(family: Family) -> Iterator[Check]:
+    """Check every class of a family; those without a tiny model only for being there."""
+    for tiny in family.tiny:
+        yield check_tiny(family, tiny)
+    covered = {tiny.model_class for tiny in family.tiny}
+    for path in family.classes:
+        if path not in covered:
+            yield _without_tiny(family, path)
+
+
+def check_tiny(family: Family, tiny: Tiny) -> Check:
+    """Prove one class on its tiny model. Never raises for what is wrong with the class."""
+    check = Check(family, tiny.model_class, "not installed")
+    missing = missing_needs(tiny)
+    if missing:
+        check.details = [f"needs {need}" for need in missing]
+        return check
+    try:
+        load_class(tiny.model_class)
+    except ImportError as error:
+        check.details = [str(error)]
+        return check
+    try:
+        model = make_model(tiny).train()
+        inputs = make_inputs(tiny)
+        expected = step(model, inputs)
+    except Exception as error:  # whatever a changed class does with old arguments
+        check.verdict = "drifted"
+        check.details = [f"the tiny model does not run: {type(error).__name__}: {error}"]
+        return check
+    check.details = [*_form(family, model), *_behaviour(family, model, inputs, expected)]
+    per_block = all(stack.per_block for stack in family.stacks)
+    check.verdict = "drifted" if check.details else "per-block" if per_block else "segmented"
+    return check
+
+
+def _without_tiny(family: Family, path: str) -> Check:
+    try:
+        load_class(path)
+    except ImportError:
+        return Check(family, path, "not installed", ["described from facts, not proven"])
+    return Check(family, path, "not installed", ["installed, but the file has no tiny model"])
+
+
+def _form(family: Family, model: Module) -> Iterator[str]:
+    """What the file says of the class, against the class."""
+    parameters = signature(type(model).forward).parameters
+    for condition in family.conditions:
+        if condition.argument not in parameters:
+            yield f"forward has no argument `{condition.argument}`"
+    for stack in family.stacks:
+        paths = [path for path in matching(model, stack.path) if blocks_of(model, path)]
+        if not paths and not stack.optional:
+            yield f"there is no list `{stack.path}`"
+        for path in paths:
+            yield from _form_of_stack(stack, path, model)
+    patterns = [path for unit in family.units for path in matching(model, unit)]
+    if family.units and not patterns:
+        yield f"no module matches the units {', '.join(family.units)}"
+
+
+def _form_of_stack(stack: Stack, path: str, model: Module) -> Iterator[str]:
+    blocks = blocks_of(model, path)
+    kinds = sorted({type(block).__name__ for block in blocks})
+    if stack.block not in kinds:
+        yield f"`{path}` holds {', '.join(kinds)}, not {stack.block}"
+    for part in (*stack.feed_forward, *stack.attention):
+        if not all(hasattr(block, part.partition(".")[0]) for block in blocks):
+            yield f"the blocks of `{path}` have no `{part}`"
+    count = getattr(model, "config", {}).get(stack.count)
+    if stack.count and (len(count) if isinstance(count, (list, tuple)) else count) != len(blocks):
+        yield f"`{stack.count}` does not give the number of blocks in `{path}`"
+
+
+def _behaviour(
+    family: Family, model: Module, inputs: Mapping[str, Any], expected: Step
+) -> list[str]:
+    """What differs between training with the family's schedules and without."""
+    found: dict[str, None] = {}
+    for interval, stride in SCHEDULES:
+        keys = {
+            "gradient_checkpointing_interval": interval,
+            "gradient_checkpointing_segment_stride": stride,
+        }
+        try:
+            installation = apply(model, keys, family=family)
+        except SegckptError as error:
+            return [str(error)]
+        lists = [s.path for s in installation.report.stacks if s.path != UNITS]
+        try:
+            for _ in range(2):  # the first step records, the second one forms segments
+                with counted(model, lists) as calls:
+                    got = step(model, inputs)
+                found |= dict.fromkeys(_differences(got, expected, calls, installation))
+            if interval > 1:
+                found |= dict.fromkeys(_links(family, installation))
+        except SegckptError as error:
+            found[str(error)] = None
+        finally:
+            installation.remove()
+    return list(found)
+
+
+def _differences(
+    got: Step, expected: Step, calls: Mapping[str, Counter[int]], installation: Installation
+) -> Iterator[str]:
+    for difference in got.differences(expected)[:3]:
+        yield f"checkpointing changes {difference}"
+    for stack in installation.report.stacks:
+        if stack.path == UNITS:
+            continue
+        planned = Counter(dict.fromkeys(stack.covered, 2) | dict.fromkeys(stack.gap, 1))
+        if calls[stack.path] != planned:
+            yield f"the blocks of `{stack.path}` do not run as often as the schedule says"
+
+
+def _links(family: Family, installation: Installation) -> Iterator[str]:
+    """Stacks that the file calls segmented and that were not, each with the reason."""
+    effect = installation.effect
+    for planned in installation.report.stacks:
+        stack = next((s for s in family.stacks if s.describes(planned.path)), None)
+        if stack is None or effect is None or stack.per_block or stack.cut:
+            continue
+        if effect[planned.path].segments != planned.segments:
+            yield f"`{planned.path}`: {effect[planned.path].reason}"
+
+
+def print_table(checks: Iterable[Check]) -> None:
+    """One row for each class, what drifted below it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"segmented": "green", "per-block": "cyan", "not installed": "dim", "drifted": "red"}
+    table = Table("family", "class", "verdict", "details")
+    for check in checks:
+        details = check.details
+        if check.verdict == "per-block":
+            details = list(dict.fromkeys(stack.per_block for stack in check.family.stacks))
+        table.add_row(
+            check.family.title,
+            check.model_class.rpartition(".")[2],
+            Text(check.verdict, colours[check.verdict]),
+            Text("\n".join(details)),
+        )
+    Console(markup=False).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="segckpt check", description="Prove families on the installed versions."
+    )
+    parser.add_argument("names", nargs="*", metavar="FAMILY", help="model_family values")
+    parser.add_argument("--all", action="store_true", help="every known family")
+    parser.add_argument("--families", action="append", default=[], metavar="DIR")
+    options = parser.parse_args(arguments)
+    try:
+        registry = FamilyRegistry.default()
+        for folder in options.families:
+            registry.add_folder(folder)
+        families = [f for name in options.names for f in registry.named(name)]
+    except (FamilyError, UnknownFamily) as error:
+        print(f"segckpt check: {error}", file=sys.stderr)
+        return 2
+    if options.all:
+        families = sorted(registry, key=lambda family: family.title.lower())
+    if not families:
+        print("segckpt check: name families, or pass --all", file=sys.stderr)
+        return 2
+    checks = _run(families)
+    print_table(checks)
+    verdicts = Counter(check.verdict for check in checks)
+    proven = {c.model_class for c in checks if c.verdict in ("segmented", "per-block")}
+    print(
+        f"{len(proven)} classes proven, {verdicts['drifted']} drifted, "
+        f"{verdicts['not installed']} not installed here"
+    )
+    return int(verdicts["drifted"] > 0)
+
+
+def _run(families: Sequence[Family]) -> list[Check]:
+    from rich.progress import Progress
+
+    # What a check finds is in its table; the models' own warnings are not about that.
+    logging.getLogger("simpletuner_segckpt").setLevel(logging.ERROR)
+    checks: list[Check] = []
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("checking", total=len(families))
+        for family in families:
+            progress.update(task, advance=1, description=family.title)
+            checks += check_family(family)
+    return checks
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the models are tiny
+    sys.exit(main())

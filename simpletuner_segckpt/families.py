@@ -1,0 +1,162 @@
+"""``segckpt families``: which model families are supported, and how. No torch is imported."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+
+from .errors import FamilyError, UnknownFamily
+from .family import Family, Stack
+from .registry import FamilyRegistry
+
+COLUMNS = ("family", "model_family", "class", "stacks", "feed-forward", "attention", "proven")
+
+
+def row(family: Family) -> tuple[str, ...]:
+    """The cells of one family in the support table."""
+    classes = sorted({path.rpartition(".")[2] for path in family.classes})
+    return (
+        family.title,
+        family.family,
+        ", ".join(classes),
+        "; ".join(
+            [*map(_in_short, family.stacks), *(["units one by one"] if family.units else [])]
+        ),
+        _of_stacks(family.stacks, "feed_forward"),
+        _of_stacks(family.stacks, "attention"),
+        _proof(family),
+    )
+
+
+def _in_short(stack: Stack) -> str:
+    if stack.per_block:
+        return f"{stack.path}: per-block"
+    return f"{stack.path}: segments" + (", cut" if stack.cut else "")
+
+
+def _of_stacks(stacks: Sequence[Stack], field: str) -> str:
+    """Whether the blocks of all, some or none of the stacks have such a submodule."""
+    having = [stack for stack in stacks if getattr(stack, field)]
+    if not having:
+        return "no"
+    return "yes" if len(having) == len(stacks) else "some stacks"
+
+
+def _proof(family: Family) -> str:
+    if not family.tiny:
+        return "from facts: no class in diffusers"
+    needs = [need for tiny in family.tiny for need in tiny.needs]
+    return f"needs {', '.join(needs)}" if needs else "yes"
+
+
+def page(family: Family) -> list[str]:
+    """All that is known of one family, in lines of Markdown."""
+    lines = [f"## {family.title}", "", f"- `model_family`: `{family.family}`"]
+    if family.flavours:
+        lines.append(f"- flavours: {', '.join(family.flavours)}")
+    lines += [f"- class: `{path}`" for path in family.classes]
+    if family.keyword_loop:
+        lines.append(f"- the blocks' own calls are intercepted: {family.keyword_loop}")
+    for stack in family.stacks:
+        lines += ["", f"### `{stack.path}`, blocks of {stack.block}", ""]
+        if stack.per_block:
+            lines.append(f"- one by one: {stack.per_block}")
+        elif stack.cut:
+            lines.append(f"- segments are cut {stack.cut}")
+        else:
+            lines.append("- segments of any width")
+        carried = ", ".join(f"`{name}` from {source}" for name, source in stack.carried.items())
+        lines.append(f"- carried from block to block: {carried or 'nothing'}")
+        for field, label in (("feed_forward", "feed-forward"), ("attention", "attention")):
+            parts = ", ".join(f"`{part}`" for part in getattr(stack, field))
+            lines.append(f"- {label}: {parts or 'not separable'}")
+    if family.units:
+        patterns = ", ".join(f"`{pattern}`" for pattern in family.units)
+        lines += ["", f"Units, recomputed one by one in execution order: {patterns}"]
+    for heading, entries in (
+        ("Block by block while one of these arguments is given", _conditions(family)),
+        ("Left out", [f"`{entry.path}`: {entry.reason}" for entry in family.left_out]),
+        ("The trainer's own class", _native(family)),
+    ):
+        if entries:
+            lines += ["", f"{heading}:", "", *(f"- {entry}" for entry in entries)]
+    return lines
+
+
+def _conditions(family: Family) -> list[str]:
+    return [
+        f"`{c.argument}` (in {', '.join(c.stacks) or 'all stacks'}): {c.reason}"
+        for c in family.conditions
+    ]
+
+
+def _native(family: Family) -> list[str]:
+    native = family.native
+    if native is None:
+        return []
+    lines = [f"an interval above 1: {native.segments}"]
+    if native.fallback:
+        lines.append(f"where it goes block by block, it covers {native.fallback}")
+    lines.append(f"backends: {', '.join(native.backends) or 'none'}")
+    lines.append(f"attention offload: {'yes' if native.attention_offload else 'no'}")
+    return [*lines, *native.notes]
+
+
+def document(families: Iterable[Family]) -> str:
+    """The support table and every page, as the Markdown of docs/families.md."""
+    ordered = sorted(families, key=lambda family: (family.title.lower(), family.classes))
+    lines = [
+        "# Model families",
+        "",
+        "Generated from `model_families/` by `segckpt families --markdown`.",
+        "",
+        "*Segments*: consecutive blocks share a checkpoint call. *Per-block*: the blocks cannot",
+        "run together, so the same blocks are recomputed one by one. *Units*: modules outside",
+        "any stack, recomputed one by one. *Proven*: `segckpt check` trains the class in small.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "| " + " | ".join("---" for _ in COLUMNS) + " |",
+    ]
+    lines += ["| " + " | ".join(row(family)) + " |" for family in ordered]
+    for family in ordered:
+        lines += ["", *page(family)]
+    return "\n".join(lines) + "\n"
+
+
+def print_table(families: Iterable[Family]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS)
+    for family in sorted(families, key=lambda family: family.title.lower()):
+        table.add_row(*(Text(cell) for cell in row(family)))
+    Console(markup=False).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="segckpt families", description="Show which model families are supported, and how."
+    )
+    parser.add_argument("name", nargs="?", metavar="FAMILY", help="one family's page")
+    parser.add_argument("--families", action="append", default=[], metavar="DIR")
+    parser.add_argument("--markdown", action="store_true", help="the document of docs/families.md")
+    options = parser.parse_args(arguments)
+    try:
+        registry = FamilyRegistry.default()
+        for folder in options.families:
+            registry.add_folder(folder)
+        if options.name:
+            print("\n".join("\n".join(page(family)) for family in registry.named(options.name)))
+            return 0
+    except (FamilyError, UnknownFamily) as error:
+        print(f"segckpt families: {error}", file=sys.stderr)
+        return 2
+    if options.markdown:
+        print(document(registry), end="")
+    else:
+        print_table(registry)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
