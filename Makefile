@@ -5,7 +5,7 @@ CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json interval
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test check lint bench clean
 
 demo: .venv/installed
 	$(BIN)/python -m simpletuner_segckpt.validate $(CONFIGS)
@@ -21,6 +21,9 @@ lint: .venv/installed
 	rm -rf .typecheck && mkdir -p .typecheck/simpletuner_segckpt
 	ln -s $(CURDIR)/simpletuner_segckpt/* $(CURDIR)/config_schema $(CURDIR)/model_families .typecheck/simpletuner_segckpt
 	cd .typecheck && ../$(BIN)/mypy --config-file ../pyproject.toml -p simpletuner_segckpt
+
+check: .venv/installed
+	$(BIN)/python -m simpletuner_segckpt.check --all
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/validate_start.py

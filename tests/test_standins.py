@@ -1,0 +1,229 @@
+"""Families whose class no library has: a stand-in with the loop that the file describes.
+
+And classes that bring their own setters, as trainers' classes do.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from toys import WIDTH, WithDoor, toy
+from training import REGISTRY, family, keys
+
+import simpletuner_segckpt
+from simpletuner_segckpt import Family
+from simpletuner_segckpt.native import MEANINGS
+from simpletuner_segckpt.prove import step
+
+WITHOUT_CLASS = [described for described in REGISTRY if not described.tiny]
+
+
+def make_block(name: str, parameters: list[str], returns: dict[str, int]) -> type[nn.Module]:
+    """A block class with these parameters; what it returns feeds them as the file says."""
+    order = sorted(returns, key=returns.get)
+    single = f"results[{order[0]!r}]"
+    several = "(" + ", ".join(f"results[{parameter!r}]" for parameter in order) + ")"
+    source = (
+        f"def forward(self, {', '.join(parameters)}, temb):\n"
+        f"    results = self.mix(temb, {', '.join(f'{p}={p}' for p in parameters)})\n"
+        f"    return {single if len(order) == 1 else several}\n"
+    )
+    namespace = {}
+    exec(source, namespace)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.dropout = nn.Dropout(0.1)
+
+        def mix(self, temb, **state):
+            total = sum(state.values())
+            return {
+                key: value + self.dropout(torch.tanh(self.inner(total) * temb))
+                for key, value in state.items()
+            }
+
+    Block.forward = namespace["forward"]
+    Block.__name__ = Block.__qualname__ = name
+    return Block
+
+
+class StandIn(nn.Module):
+    """The stacks of a family one after the other, each from the state that the file carries."""
+
+    _supports_gradient_checkpointing = True
+
+    def __init__(self, described: Family, depth: int = 5):
+        super().__init__()
+        self.described = described
+        self.gradient_checkpointing = False
+        for stack in described.stacks:
+            block = make_block(stack.block, sorted(stack.carried), stack.sources)
+            *parents, last = stack.path.split(".")
+            owner = self
+            for name in parents:
+                if not hasattr(owner, name):
+                    owner.add_module(name, nn.Module())
+                owner = getattr(owner, name)
+            owner.add_module(last, nn.ModuleList(block() for _ in range(depth)))
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func):
+        self.gradient_checkpointing = True
+        self._gradient_checkpointing_func = gradient_checkpointing_func
+
+    def forward(self, x, temb):
+        kept = []
+        for stack in self.described.stacks:
+            names = sorted(stack.carried)
+            state = dict.fromkeys(names, x)
+            for index, block in enumerate(self.get_submodule(stack.path)):
+                given = temb + kept.pop() if stack.per_block and kept and index else temb
+                result = self.run(block, [state[name] for name in names], given)
+                results = (result,) if isinstance(result, torch.Tensor) else result
+                state = {name: results[stack.sources[name]] for name in names}
+                if stack.per_block:  # a collecting loop, or one with skip connections
+                    kept.append(results[0].mean(dim=1, keepdim=True))
+            x = sum(state.values())
+        return x
+
+    def run(self, block, state, temb):
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, *state, temb)
+        return block(*state, temb)
+
+
+def stand_in(described):
+    torch.manual_seed(0)
+    model = StandIn(described).train()
+    return model, {"x": torch.randn(2, 5, WIDTH), "temb": torch.randn(2, 1, WIDTH)}
+
+
+@pytest.mark.parametrize("described", WITHOUT_CLASS, ids=lambda f: f.title)
+@pytest.mark.parametrize(
+    ("interval", "stride", "keep_last"), [(2, None, 0), (2, 4, 1), (9, None, 3)]
+)
+def test_a_stand_in_for_each_family_without_a_class(described, interval, stride, keep_last):
+    model, inputs = stand_in(described)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(
+        model, keys(interval, stride, keep_last), family=described
+    )
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    for planned in installation.report.stacks:
+        stack = next(s for s in described.stacks if s.describes(planned.path))
+        effect = installation.effect[planned.path]
+        assert effect.covered == planned.covered
+        if not stack.per_block:
+            assert effect.segments == planned.segments
+
+
+def test_zlab_with_skip_tensors_in_the_state():
+    """Skips that travel in the state, as a list that grows and shrinks, are never segmented."""
+
+    class Skips(WithDoor):
+        def forward(self, hidden_states, temb):
+            state = (hidden_states, ())
+            for index, block in enumerate(self.blocks):
+                hidden_states = self.run(block, state[0], temb + sum(state[1]))
+                skips = (
+                    (*state[1], hidden_states.mean(1, keepdim=True)) if index < 3 else state[1][:-1]
+                )
+                state = (hidden_states, skips)
+            return self.out(state[0])
+
+    model, inputs = toy(Skips)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].strategy == "per-block"
+
+
+# Classes with setters of their own.
+
+
+class Native(WithDoor):
+    """A trainer's class: it takes the keys itself."""
+
+    def build(self, depth):
+        super().build(depth)
+        self.interval = None
+
+    def set_gradient_checkpointing_interval(self, value):
+        self.interval = value
+
+    def set_gradient_checkpointing_segment_stride(self, value):
+        self.stride = value
+
+
+def native_family(segments="whole-block", **more):
+    stack = {"path": "blocks", "block": "Block", "count": "depth"}
+    facts = {"classes": ("test_standins.Native",), "segments": segments, "backends": ("torch",)}
+    base = {"family": "toy", "title": "Toy", "stacks": (stack,), "native": facts | more}
+    return Family.model_validate(base)
+
+
+def test_native_setters_are_called_and_restored():
+    model, inputs = toy(Native)
+    expected = step(model, inputs)
+    before = copy.copy(model.__dict__)
+    installation = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+    assert (model.interval, model.stride, model.gradient_checkpointing) == (2, 4, True)
+    assert installation.report.strategy == "native"
+    assert installation.report.conditions == ()
+    assert installation.report.stacks[0].segments == (range(0, 2), range(4, 6))
+    assert step(model, inputs) == expected
+    assert not model._forward_pre_hooks
+    assert installation.effect is None
+    simpletuner_segckpt.apply(model, keys(3), family=native_family())
+    assert model.interval == 3
+    installation.remove()  # replaced: does nothing
+    assert model.interval == 3
+    simpletuner_segckpt.remove(model)
+    assert model.__dict__ == before
+
+
+@pytest.mark.parametrize("segments", sorted(MEANINGS))
+def test_what_a_native_class_makes_of_an_interval_is_said(segments, caplog):
+    model, _ = toy(Native)
+    facts = native_family(segments, fallback="every block", notes=("musubi is ignored",))
+    report = simpletuner_segckpt.apply(model, keys(2, 4, keep_last=1), family=facts).report
+    said = [str(condition) for condition in report.conditions]
+    assert any("keep_last: the class knows no such key" in line for line in said)
+    assert any(MEANINGS[segments] in line for line in said)
+    assert any("covers every block" in line for line in said)
+    assert "note: musubi is ignored" in said
+    assert all(line in caplog.text for line in said)
+    [stack] = report.stacks
+    assert (stack.strategy, stack.segments) == ("native", ())
+
+
+def test_a_native_class_without_a_setter_for_an_option():
+    class OnlyInterval(WithDoor):
+        def set_gradient_checkpointing_interval(self, value):
+            self.interval = value
+
+    model, _ = toy(OnlyInterval)
+    report = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family()).report
+    assert [c.name for c in report.conditions] == ["gradient_checkpointing_segment_stride"]
+
+
+def test_a_native_class_switched_off():
+    model, _ = toy(Native)
+    model.enable_gradient_checkpointing()
+    config = {"gradient_checkpointing": False}
+    report = simpletuner_segckpt.apply(model, config, family=native_family()).report
+    assert report.strategy == "off"
+    assert not model.gradient_checkpointing
+    simpletuner_segckpt.remove(model)
+    assert model.gradient_checkpointing
+
+
+def test_every_family_of_the_trainer_has_its_facts():
+    with_facts = [described for described in REGISTRY if described.native]
+    assert len(with_facts) >= 45
+    omnigen = family("omnigen").native
+    assert (omnigen.segments, omnigen.attention_offload) == ("ignored", False)

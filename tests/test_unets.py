@@ -1,0 +1,137 @@
+"""UNets: the same micro-blocks on every step; and arguments that upstream drops on the way."""
+
+from collections import Counter
+
+import pytest
+import torch
+from diffusers.models.attention_processor import AuraFlowAttnProcessor2_0
+from toys import WithDoor, toy
+from training import add_lora, keys, model_and_inputs
+
+import simpletuner_segckpt
+from simpletuner_segckpt.prove import step
+from simpletuner_segckpt.report import UNITS
+
+
+def recomputed(model, inputs):
+    """How often each module that the checkpoint function may get runs, by path, in one step."""
+    calls = Counter()
+    patched = []
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in ("ResnetBlock2D", "BasicTransformerBlock") or kind.startswith("SDCascade"):
+            forward = module.forward
+
+            def counting(*args, forward=forward, path=path, **kwargs):
+                calls[path] += 1
+                return forward(*args, **kwargs)
+
+            module.forward = counting
+            patched.append(module)
+    try:
+        result = step(model, inputs)
+    finally:
+        for module in patched:
+            del module.forward
+    return result, calls
+
+
+@pytest.mark.parametrize("name", ["sdxl", "stable_cascade", "sd1x", "kolors"])
+@pytest.mark.parametrize(("interval", "stride"), [(2, 4), (3, None)])
+def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
+    model, inputs = model_and_inputs(name)
+    other, other_inputs = toy(WithDoor)
+    other.enable_gradient_checkpointing()
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(interval, stride) | {"model_family": name})
+    assert installation.report.family == name
+    steps = []
+    for number in range(50):
+        result, calls = recomputed(model, inputs)
+        steps.append(calls)
+        assert result == expected, number
+        if number % 7 == 0:
+            with torch.no_grad():
+                model(**inputs)
+            with pytest.raises(TypeError):
+                model(**inputs | {"encoder_hidden_states": 3, "timestep": None})
+            step(other, other_inputs)
+    assert steps == [steps[0]] * 50
+    units = installation.effect[UNITS]
+    assert units.covered == tuple(
+        index for index in range(len(units.units)) if index % (stride or interval) < interval
+    )
+
+
+def test_transformers_inside_a_unet_are_segmented_as_stacks():
+    model, inputs = model_and_inputs("sdxl")
+    installation = simpletuner_segckpt.apply(model, keys(2) | {"model_family": "sdxl"})
+    for _ in range(2):
+        step(model, inputs)
+    wide = {s.path: s.segments for s in installation.effect.stacks if s.strategy == "segmented"}
+    assert wide["mid_block.attentions.0.transformer_blocks"] == (
+        range(0, 2),
+        range(2, 4),
+        range(4, 5),
+    )
+    assert all("transformer_blocks" in path for path in wide)
+    assert all("transformer_blocks" not in path for path, _ in installation.report.left_out)
+
+
+def test_keep_last_of_a_unet_takes_the_last_units():
+    model, inputs = model_and_inputs("sdxl")
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(1, keep_last=2) | {"model_family": "sdxl"})
+    for _ in range(2):
+        assert step(model, inputs) == expected
+        units = installation.effect[UNITS]
+        assert units.gap == (len(units.units) - 2, len(units.units) - 1)
+
+
+# Arguments that upstream's own checkpoint branch drops.
+
+
+class Gained(AuraFlowAttnProcessor2_0):
+    """Multiplies by `gain`, which comes from attention_kwargs."""
+
+    def __call__(self, *args, gain=1.0, **kwargs):
+        result = super().__call__(*args, **kwargs)
+        if isinstance(result, tuple):
+            return tuple(tensor * gain for tensor in result)
+        return result * gain
+
+
+@pytest.mark.parametrize("keys_", [keys(1), keys(2), keys(2, 4, keep_last=1)])
+def test_auraflow_gets_its_attention_kwargs(keys_):
+    model, inputs = model_and_inputs("auraflow")
+    model.set_attn_processor(Gained())
+    inputs |= {"attention_kwargs": {"gain": 0.5}}
+    expected = step(model, inputs)
+    model.enable_gradient_checkpointing()
+    assert step(model, inputs) != expected  # upstream drops them
+    installation = simpletuner_segckpt.apply(model, keys_)
+    for _ in range(3):
+        assert step(model, inputs) == expected
+        assert model.is_gradient_checkpointing
+    assert sum(len(stack.covered) for stack in installation.effect.stacks) > 0
+    model.disable_gradient_checkpointing()
+    assert step(model, inputs) == expected
+    assert installation.effect.stacks == ()
+    model.enable_gradient_checkpointing()
+    assert step(model, inputs) == expected
+    assert installation.effect.stacks != ()
+
+
+@pytest.mark.parametrize("keys_", [keys(1), keys(2), keys(2, 4, keep_last=1)])
+def test_chroma_gets_its_attention_mask_and_lora_scale(keys_):
+    model, inputs = model_and_inputs("chroma")
+    add_lora(model)
+    tokens = inputs["hidden_states"].shape[1] + inputs["encoder_hidden_states"].shape[1]
+    mask = torch.ones(inputs["hidden_states"].shape[0], tokens, dtype=torch.bool)
+    mask[0, :2] = False
+    inputs |= {"attention_mask": mask, "joint_attention_kwargs": {"scale": 0.3}}
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys_)
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    assert {stack.strategy for stack in installation.effect.stacks} == {"per-block"}
