@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Literal
@@ -229,15 +230,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(families: Sequence[Family]) -> list[Check]:
     from rich.progress import Progress
 
-    # What a check finds is in its table; the models' own warnings are not about that.
-    logging.getLogger("simpletuner_segckpt").setLevel(logging.ERROR)
     checks: list[Check] = []
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress, _quiet():
         task = progress.add_task("checking", total=len(families))
         for family in families:
             progress.update(task, advance=1, description=family.title)
             checks += check_family(family)
     return checks
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without this package's own messages: what a check finds is in its table."""
+    logger = logging.getLogger("simpletuner_segckpt")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 if __name__ == "__main__":
