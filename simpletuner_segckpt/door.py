@@ -31,12 +31,12 @@ from .config_schema import CheckpointingConfig
 from .hooks import model_conditions
 from .intercept import intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
+from .recording import RecordingRun
 from .report import UNITS, Condition, Effect, StackReport
 from .schedule import Schedule, make_schedules
 from .segments import (
     Forward,
     Proof,
-    RecordingRun,
     SegmentedRun,
     Stack,
     StackRun,

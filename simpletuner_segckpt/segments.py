@@ -7,7 +7,7 @@ after it (the *followers*) it runs nothing, checks that nothing happened in betw
 the same result on. The loop, its index and the hooks of the blocks stay as they are.
 
 Nothing is believed that was not seen. The first training forward for each shape of call runs
-block by block and records what passes between the blocks (see ``links``); from the second on,
+block by block and is recorded (see ``recording``); from the second on,
 segments are formed wherever that record allows it.
 """
 
@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, cast
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
@@ -33,15 +31,9 @@ from .links import (
     attributes,
     changed_attribute,
     hand_out,
-    is_constant,
     plain_tree,
-    random_states,
     read,
-    set_random_states,
-    signature_of,
     surroundings,
-    unwatchable,
-    within,
 )
 from .report import UNITS, Condition, Effect, StackEffect, Strategy, Unit
 from .schedule import Schedule
@@ -115,183 +107,6 @@ class StackRun:
 
     def effect(self) -> StackEffect:
         return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.units))
-
-
-@dataclass(slots=True)
-class _Ran:
-    """The block that ran last during a recording, and what it left behind."""
-
-    index: int
-    arguments: Arguments
-    returned: list[weakref.ref[Handed] | None]
-    surroundings: tuple
-    random_states: list[Tensor]
-    following: dict[str, Any]  # the attributes of the block after it
-
-
-class RecordingRun(StackRun):
-    """Runs block by block and records what passes between the blocks.
-
-    ``shape`` is the shape of call that the record will hold for. With ``replay``, segments are
-    also run once without gradients, on the recorded inputs, and must give the recorded results:
-    for models that nobody described, whose blocks may look at something else than arguments.
-    """
-
-    def __init__(self, stack: Stack, shape: tuple, replay: bool):
-        super().__init__(stack, "first forward of this shape of call")
-        self.shape = shape
-        self._replay = replay
-        self._inputs: dict[int, tuple[Arguments, tuple, list[Tensor]]] = {}
-        self._results: dict[int, Any] = {}
-        self._boundaries: dict[int, Boundary] = {}
-        self._reads: dict[int, str] = {}
-        self._looked = False
-        self._signatures: dict[int, tuple] = {}
-        self._handed: list[tuple[int, weakref.ref[Handed]]] = []
-        self._last: _Ran | None = None
-
-    def step(self, index: int, args: tuple, kwargs: dict) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._last is not None and index == self._last.index + 1:
-            self._note(self._last.index, self._compare(self._last, leaves, spec))
-        else:
-            read(leaves, f"argument of block {index}")
-        args, kwargs = plain_tree((args, kwargs))
-        around = surroundings()
-        if self._replay:
-            self._inputs[index] = Arguments(args, kwargs), around, random_states()
-        result = self.run_alone(index, args, kwargs)
-        if self._replay:
-            self._results[index] = result
-        self._signatures[index] = signature_of(result)
-        handed = result
-        if index + 1 < len(self.stack.blocks):
-            handed = hand_out(result, partial(self._note_read, index), self._note_look)
-        returned = [
-            weakref.ref(leaf) if isinstance(leaf, Handed) else None
-            for leaf in pytree.tree_leaves(handed)
-        ]
-        self._handed += [(index, reference) for reference in returned if reference]
-        if (kind := unwatchable(result)) and index + 1 < len(self.stack.blocks):
-            self._note(index, f"block {index} returns a {kind}, which cannot be watched")
-        arguments = Arguments(args, kwargs)
-        following = {}
-        if index + 1 < len(self.stack.blocks):
-            following = attributes(self.stack.blocks[index + 1])
-        self._last = _Ran(index, arguments, returned, around, random_states(), following)
-        return handed
-
-    def _compare(self, last: _Ran, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
-        """What leads from the block that ran last to these arguments of the next one."""
-        index = last.index + 1
-        if spec != last.arguments.spec:
-            read(leaves, f"argument of block {index}")
-            return f"block {index} is called with other arguments than block {last.index}"
-        carried = []
-        differs = None
-        for i, leaf in enumerate(leaves):
-            sources = (j for j, ref in enumerate(last.returned) if ref and ref() is leaf)
-            source = next(sources, None) if isinstance(leaf, Handed) else None
-            if source is not None:
-                carried.append((i, source))
-            elif isinstance(leaf, Handed) or not last.arguments.same(i, leaf):
-                read(leaf, f"argument of block {index}")
-                differs = differs or (i, leaf)
-        if differs:
-            name = argument_name(self.stack.blocks[index], leaves, spec, differs[0])
-            if not isinstance(differs[1], Tensor) and not is_constant(differs[1]):
-                kind = type(differs[1]).__name__
-                return f"the `{name}` of block {index} is a {kind}, which could be changed unseen"
-            return f"block {index} does not get the same `{name}` as block {last.index}"
-        if not carried:
-            return f"block {index} takes nothing that block {last.index} returned"
-        if surroundings() != last.surroundings:
-            return f"grad mode or autocast changes before block {index}"
-        changed = changed_attribute(last.following, attributes(self.stack.blocks[index]))
-        if changed:
-            return f"the attribute `{changed}` of block {index} is set before it runs"
-        if not all(map(torch.equal, random_states(), last.random_states)):
-            return f"random numbers are drawn before block {index}"
-        block = self.stack.blocks[index]
-        names = [argument_name(block, leaves, spec, argument) for argument, _ in carried]
-        link = Link(tuple(carried), tuple(names))
-        expected = self.stack.carried
-        if expected and not link.by_name.items() <= expected.items():
-            return (
-                f"drifted: {_named(link.by_name)} is carried to block {index}, where the family "
-                f"file expects {_named(expected)}"
-            )
-        return link
-
-    def _note(self, boundary: int, found: Boundary) -> None:
-        """A loop may pass a boundary more than once; it is a link if it always was the same."""
-        known = self._boundaries.setdefault(boundary, found)
-        if known != found and not isinstance(known, str):
-            different = f"block {boundary + 1} is reached in different ways"
-            self._boundaries[boundary] = found if isinstance(found, str) else different
-
-    def _note_read(self, index: int, operation: str) -> None:
-        self._reads.setdefault(index, f"the model uses the output of block {index} ({operation})")
-
-    def _note_look(self) -> None:
-        self._looked = True
-
-    def between(self, what: str) -> None:
-        self._last = None
-
-    def finish(self) -> None:
-        for index, reference in self._handed:
-            if reference() is not None:
-                self._boundaries[index] = f"the model keeps the output of block {index}"
-        self._boundaries |= self._reads
-        for index in range(len(self.stack.blocks) - 1):
-            own, following = self._signatures.get(index), self._signatures.get(index + 1)
-            if self._looked and own != following:
-                self._boundaries[index] = f"what block {index + 1} returns has another form"
-        self._last = None
-
-    def abandon(self) -> None:
-        self._last = None
-        self._inputs.clear()
-        self._results.clear()
-
-    def proof(self) -> Proof:
-        """What the finished record allows."""
-        boundaries = [
-            self._boundaries.get(k, f"block {k + 1} was not called right after block {k}")
-            for k in range(len(self.stack.blocks) - 1)
-        ]
-        proof = Proof.of(self.stack.schedule, boundaries)
-        for segment in proof.schedule.segments if self._replay else ():
-            if len(segment) > 1 and not self._replays(segment, proof):
-                for k in segment[:-1]:
-                    boundaries[k] = (
-                        f"run together, blocks {segment[0]} to {segment[-1]} give other values"
-                    )
-        self.abandon()
-        return Proof.of(self.stack.schedule, boundaries)
-
-    def _replays(self, segment: range, proof: Proof) -> bool:
-        """Whether ``segment`` gives, from its recorded inputs, what its last block returned."""
-        arguments, around, states = self._inputs[segment[0]]
-        now = random_states()
-        set_random_states(states)
-        try:
-            with within(around):
-                links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
-                calls = [original_call(b) for b in self.stack.blocks[segment.start : segment.stop]]
-                result = run_segment(calls, links, arguments.spec, *arguments.leaves)
-        finally:
-            set_random_states(now)
-        leaves, recorded = map(pytree.tree_leaves, (result, self._results[segment[-1]]))
-        return len(leaves) == len(recorded) and all(
-            torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
-            for a, b in zip(leaves, recorded, strict=True)
-        )
-
-
-def _named(carried: Mapping[str, int]) -> str:
-    return ", ".join(f"`{name}` (from {source})" for name, source in sorted(carried.items()))
 
 
 @dataclass(slots=True)
