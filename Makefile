@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 .PHONY: demo test check lint bench clean
 
 demo: .venv/installed
-	$(BIN)/python -m simpletuner_segckpt.validate $(CONFIGS)
+	$(BIN)/segckpt validate --blocks transformer_blocks=6 --blocks single_transformer_blocks=10 $(CONFIGS)
 	$(BIN)/python examples/flux_lora/train.py $(CONFIGS)
 
 test: .venv/installed
