@@ -4,6 +4,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples on every run where a failure stops others; new ones at one's own desk.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 torch.set_num_threads(1)  # xdist runs one worker per core
 

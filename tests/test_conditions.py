@@ -91,19 +91,24 @@ def test_sd3_residuals_and_skip_layers():
     assert installation.effect["transformer_blocks"].strategy == "segmented"
 
 
-def test_a_kv_cache_that_identity_cannot_see():
+@pytest.mark.parametrize("keep_last", [0, 1, 3, 6])
+def test_a_kv_cache_that_identity_cannot_see(keep_last):
     """Flux.2 puts each block's cache into one dict: the same object for every block."""
     model, inputs = model_and_inputs("flux2")
-    cached = step(model, flux2_cache(inputs))
-    installation = simpletuner_segckpt.apply(model, keys(2))
+    cached, plain = step(model, flux2_cache(inputs)), step(model, inputs)
+    schedules = make_schedules(STACKS, 2, 4, keep_last)
+    installation = simpletuner_segckpt.apply(model, keys(2, 4, keep_last))
     for _ in range(2):
-        assert step(model, flux2_cache(inputs)) == cached
+        with counted(model, list(STACKS)) as calls:
+            assert step(model, flux2_cache(inputs)) == cached
+        check_calls(calls, schedules)
         for stack in installation.effect.stacks:
             assert stack.strategy == "per-block"
-            assert "cache" in stack.reason
+            assert "cache" in stack.reason or not stack.covered
     for _ in range(2):
-        step(model, inputs)
-    assert {stack.strategy for stack in installation.effect.stacks} == {"segmented"}
+        assert step(model, inputs) == plain
+    for path, schedule in schedules.items():
+        assert installation.effect[path].segments == schedule.segments
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
@@ -172,7 +177,8 @@ class BlockSwapper:
 @pytest.mark.parametrize("interval", [1, 2, 4])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("first", ["swapper", "schedule"])
-def test_block_swapping_by_hooks(interval, backward, first):
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_block_swapping_by_hooks(interval, backward, first, keep_last):
     """Exact per-block, destroyed by wider segments: found also when it comes after apply."""
     model, inputs = model_and_inputs("flux")
     model, inputs = (
@@ -184,18 +190,20 @@ def test_block_swapping_by_hooks(interval, backward, first):
     )
     expected = step(model, inputs)
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+    covered_blocks = blocks[: len(blocks) - keep_last]  # one that is kept needs its weights
     # A backward hook changes the order in which autograd adds gradients up, by itself.
-    model.enable_gradient_checkpointing()
-    swapper = BlockSwapper(blocks, backward)
+    simpletuner_segckpt.apply(model, keys(1, keep_last=keep_last))
+    swapper = BlockSwapper(covered_blocks, backward)
     swapped = step(model, inputs)
     swapper.remove()
+    simpletuner_segckpt.remove(model)
     torch.testing.assert_close(swapped.gradients, expected.gradients, rtol=0, atol=1e-15)
     if first == "schedule":
-        installation = simpletuner_segckpt.apply(model, keys(interval))
+        installation = simpletuner_segckpt.apply(model, keys(interval, keep_last=keep_last))
         step(model, inputs)
-    swapper = BlockSwapper(blocks, backward)
+    swapper = BlockSwapper(covered_blocks, backward)
     if first == "swapper":
-        installation = simpletuner_segckpt.apply(model, keys(interval))
+        installation = simpletuner_segckpt.apply(model, keys(interval, keep_last=keep_last))
     for _ in range(2):
         assert step(model, inputs) == swapped
     assert {stack.strategy for stack in installation.effect.stacks} == {"per-block"}

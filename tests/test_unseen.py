@@ -12,6 +12,7 @@ from training import keys
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken
 from simpletuner_segckpt.prove import counted, step
+from simpletuner_segckpt.schedule import make_schedules
 
 KINDS = [WithDoor, Doorless]
 PLAN = (range(0, 2), range(2, 4), range(4, 6))
@@ -106,12 +107,16 @@ def test_segments_are_cut_only_where_something_happens(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("glue", ["write", "write_in_place", "read", "capture", "capture_detached"])
-def test_glue_slipped_into_a_proven_segment_raises_before_backward(kind, glue):
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_glue_slipped_into_a_proven_segment_raises_before_backward(kind, glue, keep_last):
     model, inputs = toy(kind)
-    installation = simpletuner_segckpt.apply(model, keys(2))
+    installation = simpletuner_segckpt.apply(model, keys(2, keep_last=keep_last))
     for _ in range(2):
         step(model, inputs)
-    assert installation.effect["blocks"].segments == PLAN
+    assert (
+        installation.effect["blocks"].segments
+        == make_schedules({"blocks": 6}, 2, keep_last=keep_last)["blocks"].segments
+    )
     model.between = getattr(Glue(), glue)
     model.zero_grad(set_to_none=True)
     with pytest.raises(SegmentBroken, match=r"blocks 0 to 1 of `blocks`.*repeat the step"):
@@ -120,7 +125,7 @@ def test_glue_slipped_into_a_proven_segment_raises_before_backward(kind, glue):
     # The same step again: block by block, right, and so it stays.
     model.between = getattr(Glue(), glue)
     again = step(model, inputs)
-    assert installation.effect["blocks"].segments == alone(*range(6))
+    assert installation.effect["blocks"].segments == alone(*range(6 - keep_last))
     installation.remove()
     assert step(model, inputs) == again
 
