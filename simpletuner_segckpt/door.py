@@ -172,14 +172,16 @@ class Door:
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
             return
-        running = self._running.setdefault(threading.get_ident(), [])
+        running = self._running.get(threading.get_ident(), [])
         frames = _live_frames()
         while running and running[-1][0] not in frames:
-            running.pop()  # ended by a KeyboardInterrupt, for which torch calls no hook
+            # Ended by a KeyboardInterrupt, for which torch calls no hook.
+            self._end(module, running)
         forward = None
         if torch.is_grad_enabled() and self._enabled(module):
             forward = self._plan(module, dict(zip(self.parameters, args, strict=False)) | kwargs)
         running.append((id(sys._getframe(1)), forward))
+        self._running[threading.get_ident()] = running
         if forward is not None and self.intercepts:
             self.switch(module, False)  # until close: the loop takes its plain branch
 
@@ -190,11 +192,9 @@ class Door:
         running = self._running.get(threading.get_ident())
         if not running:
             return None  # installed while this forward ran
-        forward = running.pop()[1]
+        forward = self._end(module, running)
         if forward is None:
             return None
-        if self.intercepts and not self._any_running():
-            self.switch(module, True)
         if output is None:
             forward.abandon()
             return None
@@ -205,6 +205,15 @@ class Door:
         return plain_tree(output) if kept else None
 
     # What they need.
+
+    def _end(self, module: Module, running: list[tuple[int, Forward | None]]) -> Forward | None:
+        """Take the innermost forward off this thread's list."""
+        forward = running.pop()[1]
+        if not running:
+            self._running.pop(threading.get_ident(), None)
+        if forward is not None and self.intercepts and not self._any_running():
+            self.switch(module, True)
+        return forward
 
     def _plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
         """How the blocks of a training forward with these arguments run."""
@@ -306,7 +315,7 @@ class Door:
 
     def _any_running(self) -> bool:
         """Whether a training forward of the model runs in any thread."""
-        return any(record for running in self._running.values() for _, record in running)
+        return any(record for running in list(self._running.values()) for _, record in running)
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""

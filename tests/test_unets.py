@@ -122,6 +122,26 @@ def test_auraflow_gets_its_attention_kwargs(keys_):
     assert installation.effect.stacks != ()
 
 
+def test_an_interrupt_does_not_leave_a_keyword_loop_switched_off():
+    model, inputs = model_and_inputs("auraflow")
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    block = model.single_transformer_blocks[1]
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    block.forward = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(**inputs)
+    del block.forward
+    for _ in range(2):
+        assert step(model, inputs) == expected
+        assert model.is_gradient_checkpointing
+    for planned in installation.report.stacks:
+        assert installation.effect[planned.path].segments == planned.segments
+
+
 @pytest.mark.parametrize("keys_", [keys(1), keys(2), keys(2, 4, keep_last=1)])
 def test_chroma_gets_its_attention_mask_and_lora_scale(keys_):
     model, inputs = model_and_inputs("chroma")
