@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from .family import Family
     from .install import Installation, apply, remove
-    from .probe import probe
+    from .probing import probe
     from .registry import FamilyRegistry
 
 _HOMES = {
@@ -36,7 +36,7 @@ _HOMES = {
     "UnknownFamily": "errors",
     "UnsupportedModel": "errors",
     "apply": "install",
-    "probe": "probe",
+    "probe": "probing",
     "remove": "install",
 }
 
@@ -63,5 +63,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value  # also over a submodule of that name, which the import has put there
+    globals()[name] = value
     return value

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.utils.checkpoint
@@ -47,19 +47,24 @@ def with_lora_scale(model: Module) -> Checkpoint:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @cache
+    def layers_in_forward() -> list[tuple[Any, dict[str, float]]]:
+        """The LoRA layers and the scaling that they have while the forward runs."""
         layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        in_forward = [dict(layer.scaling) for layer in layers]
+        return [(layer, dict(layer.scaling)) for layer in layers]
+
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        layers = layers_in_forward()
 
         @contextmanager
         def scaled() -> Iterator[None]:
-            in_backward = [dict(layer.scaling) for layer in layers]
+            in_backward = [dict(layer.scaling) for layer, _ in layers]
             try:
-                for layer, scaling in zip(layers, in_forward, strict=True):
+                for layer, scaling in layers:
                     layer.scaling.update(scaling)
                 yield
             finally:
-                for layer, scaling in zip(layers, in_backward, strict=True):
+                for (layer, _), scaling in zip(layers, in_backward, strict=True):
                     layer.scaling.update(scaling)
 
         contexts = {"context_fn": lambda: (nullcontext(), scaled())}

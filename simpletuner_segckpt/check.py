@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from .errors import FamilyError, SegckptError, UnknownFamily
+from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack, Tiny
 from .install import Installation, apply
 from .prove import Step, counted, step
@@ -28,7 +28,7 @@ from .report import UNITS
 from .stacks import blocks_of, matching
 from .tiny import load_class, make_inputs, make_model, missing_needs
 
-Verdict = Literal["segmented", "per-block", "not installed", "drifted"]
+Verdict = Literal["segmented", "per-block", "not installed", "not proven", "drifted"]
 
 # Interval and stride of the schedules that are tried.
 SCHEDULES = ((1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None))
@@ -77,9 +77,14 @@ def check_tiny(family: Family, tiny: Tiny) -> Check:
         check.verdict = "drifted"
         check.details = [f"the tiny model does not run: {type(error).__name__}: {error}"]
         return check
-    check.details = [*_form(family, model), *_behaviour(family, model, inputs, expected)]
-    per_block = all(stack.per_block for stack in family.stacks)
-    check.verdict = "drifted" if check.details else "per-block" if per_block else "segmented"
+    behaviour = _Behaviour()
+    try:
+        check.details = [*_form(family, model)]
+        _behave(family, model, inputs, expected, behaviour)
+    except Exception as error:
+        check.details.append(f"training under a schedule raises {type(error).__name__}: {error}")
+    check.details += behaviour.differences
+    check.verdict = "drifted" if check.details else behaviour.strategy
     return check
 
 
@@ -88,7 +93,7 @@ def _without_tiny(family: Family, path: str) -> Check:
         load_class(path)
     except ImportError:
         return Check(family, path, "not installed", ["described from facts, not proven"])
-    return Check(family, path, "not installed", ["installed, but the file has no tiny model"])
+    return Check(family, path, "not proven", ["installed, but the file has no tiny model"])
 
 
 def _form(family: Family, model: Module) -> Iterator[str]:
@@ -116,38 +121,51 @@ def _form_of_stack(stack: Stack, path: str, model: Module) -> Iterator[str]:
     for part in (*stack.feed_forward, *stack.attention):
         if not all(hasattr(block, part.partition(".")[0]) for block in blocks):
             yield f"the blocks of `{path}` have no `{part}`"
-    count = getattr(model, "config", {}).get(stack.count)
+    for name in stack.carried:
+        if not any(name in signature(type(block).forward).parameters for block in blocks):
+            yield f"the blocks of `{path}` take no `{name}`"
+    count = getattr(getattr(model, "config", None), stack.count, None) if stack.count else None
     if stack.count and (len(count) if isinstance(count, (list, tuple)) else count) != len(blocks):
         yield f"`{stack.count}` does not give the number of blocks in `{path}`"
 
 
-def _behaviour(
-    family: Family, model: Module, inputs: Mapping[str, Any], expected: Step
-) -> list[str]:
+@dataclass
+class _Behaviour:
     """What differs between training with the family's schedules and without."""
-    found: dict[str, None] = {}
+
+    differences: list[str] = field(default_factory=list)
+    strategy: Literal["segmented", "per-block"] = "per-block"  # segmented if any segment was wide
+
+    def add(self, found: Iterable[str]) -> None:
+        self.differences += [text for text in found if text not in self.differences]
+
+
+def _behave(
+    family: Family,
+    model: Module,
+    inputs: Mapping[str, Any],
+    expected: Step,
+    behaviour: _Behaviour,
+) -> None:
     for interval, stride in SCHEDULES:
         keys = {
             "gradient_checkpointing_interval": interval,
             "gradient_checkpointing_segment_stride": stride,
         }
-        try:
-            installation = apply(model, keys, family=family)
-        except SegckptError as error:
-            return [str(error)]
+        installation = apply(model, keys, family=family)
         lists = [s.path for s in installation.report.stacks if s.path != UNITS]
         try:
             for _ in range(2):  # the first step records, the second one forms segments
                 with counted(model, lists) as calls:
                     got = step(model, inputs)
-                found |= dict.fromkeys(_differences(got, expected, calls, installation))
+                behaviour.add(_differences(got, expected, calls, installation))
+            effect = installation.effect
+            if effect and any(stack.strategy == "segmented" for stack in effect.stacks):
+                behaviour.strategy = "segmented"
             if interval > 1:
-                found |= dict.fromkeys(_links(family, installation))
-        except SegckptError as error:
-            found[str(error)] = None
+                behaviour.add(_links(family, installation))
         finally:
             installation.remove()
-    return list(found)
 
 
 def _differences(
@@ -180,16 +198,17 @@ def print_table(checks: Iterable[Check]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"segmented": "green", "per-block": "cyan", "not installed": "dim", "drifted": "red"}
+    colours = {"segmented": "green", "per-block": "cyan", "drifted": "red"}
     table = Table("family", "class", "verdict", "details")
     for check in checks:
         details = check.details
         if check.verdict == "per-block":
-            details = list(dict.fromkeys(stack.per_block for stack in check.family.stacks))
+            reasons = [stack.per_block for stack in check.family.stacks]
+            details = list(dict.fromkeys(filter(None, reasons)))
         table.add_row(
             check.family.title,
             check.model_class.rpartition(".")[2],
-            Text(check.verdict, colours[check.verdict]),
+            Text(check.verdict, colours.get(check.verdict, "dim")),
             Text("\n".join(details)),
         )
     Console(markup=False).print(table)
@@ -203,10 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every known family")
     parser.add_argument("--families", action="append", default=[], metavar="DIR")
     options = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the models are tiny
     try:
-        registry = FamilyRegistry.default()
-        for folder in options.families:
-            registry.add_folder(folder)
+        registry = FamilyRegistry.default(options.families)
         families = [f for name in options.names for f in registry.named(name)]
     except (FamilyError, UnknownFamily) as error:
         print(f"segckpt check: {error}", file=sys.stderr)
@@ -222,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     proven = {c.model_class for c in checks if c.verdict in ("segmented", "per-block")}
     print(
         f"{len(proven)} classes proven, {verdicts['drifted']} drifted, "
-        f"{verdicts['not installed']} not installed here"
+        f"{verdicts['not installed'] + verdicts['not proven']} not proven here"
     )
     return int(verdicts["drifted"] > 0)
 
@@ -252,5 +270,4 @@ def _quiet() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the models are tiny
     sys.exit(main())

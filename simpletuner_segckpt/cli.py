@@ -4,20 +4,21 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
+# Command -> the module whose main it is, and what it does.
 COMMANDS = {
-    "validate": "check config files and show the schedule of every stack",
-    "families": "show which model families are supported, and how",
-    "check": "prove families on the installed versions",
-    "probe": "describe a model that no family file describes",
+    "validate": ("validate", "check config files and show the schedule of every stack"),
+    "families": ("families", "show which model families are supported, and how"),
+    "check": ("check", "prove families on the installed versions"),
+    "probe": ("probing", "describe a model that no family file describes"),
 }
 
 
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        return import_module(f".{name}", __package__).main(arguments)
+        return import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
     usage = "usage: segckpt COMMAND ...\n\ncommands:\n" + "\n".join(
-        f"  {command:<10} {text}" for command, text in COMMANDS.items()
+        f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items()
     )
     if name in ("-h", "--help"):
         print(usage)

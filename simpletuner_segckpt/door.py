@@ -49,6 +49,10 @@ logger = logging.getLogger("simpletuner_segckpt")
 # By these attributes a module knows whether and how to checkpoint.
 GATE_STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
+# The forwards that run in a thread, outermost first: the frame that each runs in, and its record
+# (None: not a training forward).
+Running = list[tuple[FrameType, Forward | None]]
+
 # What tells one shape of call from another: its arguments, by presence.
 CallShape = tuple[Any, ...]
 
@@ -100,9 +104,8 @@ class Door:
         self._forget_runs()
 
     def _forget_runs(self) -> None:
-        # By thread, the forwards that run, outermost first: the frame that each runs in, and
-        # its record (None: not a training forward).
-        self._running: dict[int, list[tuple[int, Forward | None]]] = {}
+        # By thread.
+        self._running: dict[int, Running] = {}
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
 
@@ -141,6 +144,8 @@ class Door:
                 return call(*args, **kwargs)
             return self.checkpoint(call, *args, **kwargs)
         forward = self._forward
+        if forward is None and inside_checkpoint():
+            return block(*args, **kwargs)  # a recompute, of a block that asks for it once more
         if forward is None:
             self._say(
                 logging.WARNING,
@@ -167,23 +172,32 @@ class Door:
 
     # Hooks of the model.
 
-    def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: decide how the blocks of this forward run."""
+    def open(
+        self, module: Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """Forward pre-hook of the model: decide how the blocks of this forward run.
+
+        Returns other arguments where the model would fill a cache that a recompute fills again.
+        """
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
-            return
+            return None
         running = self._running.get(threading.get_ident(), [])
-        frames = _live_frames()
-        while running and running[-1][0] not in frames:
+        while running and not _is_live(running[-1][0]):
             # Ended by a KeyboardInterrupt, for which torch calls no hook.
-            self._end(module, running)
+            interrupted = self._end(module, running)
+            if interrupted is not None:
+                interrupted.abandon()
         forward = None
         if torch.is_grad_enabled() and self._enabled(module):
-            forward = self._plan(module, dict(zip(self.parameters, args, strict=False)) | kwargs)
-        running.append((id(sys._getframe(1)), forward))
+            forward = self._plan(module, self._named(args, kwargs))
+        running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
-        if forward is not None and self.intercepts:
+        if forward is None:
+            return None
+        if self.intercepts:
             self.switch(module, False)  # until close: the loop takes its plain branch
+        return self._without_cache(module, args, kwargs)
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
@@ -206,7 +220,26 @@ class Door:
 
     # What they need.
 
-    def _end(self, module: Module, running: list[tuple[int, Forward | None]]) -> Forward | None:
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.parameters, args, strict=False)) | kwargs
+
+    def _without_cache(
+        self, module: Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """A transformers model makes a KV cache unless it is told not to."""
+        wanted = getattr(getattr(module, "config", None), "use_cache", False)
+        given = self._named(args, kwargs).get("use_cache", wanted)
+        if "use_cache" not in self.parameters[len(args) :] or not given:
+            return None
+        message = (
+            "use_cache is off while gradient checkpointing trains: recompute would fill it again"
+        )
+        self._say(logging.WARNING, message)
+        return args, kwargs | {"use_cache": False}
+
+    def _end(
+        self, module: Module, running: list[tuple[FrameType, Forward | None]]
+    ) -> Forward | None:
         """Take the innermost forward off this thread's list."""
         forward = running.pop()[1]
         if not running:
@@ -272,7 +305,7 @@ class Door:
             elif isinstance(run, RecordingRun):
                 self._proven[run.shape, run.stack.path] = run.proof()
         counts = {stack.path: stack.blocks for stack in self.stacks}
-        units = len(forward.units.units)
+        units = len(forward.units.spans)
         if units and units != self.units.blocks:
             # Modules that run more than once count each time.
             self.units = self._schedules(counts | {UNITS: units})[UNITS]
@@ -382,14 +415,12 @@ class Door:
 _OF_ONE_PROCESS = ("_running", "_models")
 
 
-def _live_frames() -> set[int]:
-    """Identities of the frames of this thread that are still running."""
-    frame: FrameType | None = sys._getframe(1)
-    found = set()
-    while frame is not None:
-        found.add(id(frame))
-        frame = frame.f_back
-    return found
+def _is_live(frame: FrameType) -> bool:
+    """Whether ``frame`` is one of those that are running in this thread."""
+    running: FrameType | None = sys._getframe(1)
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is not None
 
 
 def _gate(module: Module, name: str) -> Any:

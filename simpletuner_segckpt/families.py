@@ -142,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="the document of docs/families.md")
     options = parser.parse_args(arguments)
     try:
-        registry = FamilyRegistry.default()
-        for folder in options.families:
-            registry.add_folder(folder)
+        registry = FamilyRegistry.default(options.families)
         if options.name:
             print("\n".join("\n".join(page(family)) for family in registry.named(options.name)))
             return 0

@@ -101,23 +101,19 @@ class Family(_Record):
     native: Native | None = None
     tiny: tuple[Tiny, ...] = ()
 
-    def size(self, flavour: str | None) -> tuple[str, Mapping[str, Any]] | None:
-        """Name and config values of the published size that a flavour has.
+    def size(self, flavour: str | None) -> str | None:
+        """Name of the published size that a flavour has; None when no size is known.
 
         The size of that name, else the longest size name within the flavour's name, else the
-        first one. ``None`` when no size is known.
+        first one.
         """
-        if not self.sizes:
-            return None
         within = [name for name in self.sizes if flavour and name.lower() in flavour.lower()]
-        name = max(within, key=len) if within else next(iter(self.sizes))
-        return name, self.sizes[name]
+        return max(within, key=len) if within else next(iter(self.sizes), None)
 
     def counts(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Blocks per stack path, in execution order, from the values of a model's config.
 
-        Stacks whose number of blocks the config does not give are left out. A size gives
-        those of patterns, and the number of units, in its ``blocks`` table.
+        Stacks whose number of blocks the config does not give are left out.
         """
         found = {}
         for stack in self.stacks:
@@ -126,4 +122,11 @@ class Family(_Record):
                 value = len(value)
             if isinstance(value, int) and not isinstance(value, bool):
                 found[stack.path] = value
-        return found | dict(config.get("blocks", {}))
+        return found
+
+    def counts_of_size(self, name: str) -> dict[str, int]:
+        """Blocks per stack path of a published size.
+
+        Its ``blocks`` table gives those of stacks named by patterns, and the number of units.
+        """
+        return self.counts(self.sizes[name]) | dict(self.sizes[name].get("blocks", {}))

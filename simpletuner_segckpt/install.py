@@ -49,7 +49,7 @@ class Installation:
 
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
-        if self._owner in (_door_of(self.model), _settled.get(self.model)):
+        if self._owner is _door_of(self.model) or self._owner is _settled.get(self.model):
             remove(self.model)
 
 
@@ -91,8 +91,8 @@ def apply(
     if is_native(base):
         owner = _settled[base] = settle(base, settings.checkpointing, described, report)
         report = owner.report
-        for condition in report.conditions:
-            logger.warning("%s", condition)
+        for remark in report.remarks:
+            logger.warning("%s", remark)
     else:
         owner = _install(base, report, described, settings)
     logger.info("installed on %s: %s", type(base).__name__, report)

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from .config_schema import CheckpointingConfig
 from .family import Family
-from .report import Condition, Report
+from .report import Report
 from .schedule import Schedule
 
 # Key of the config -> the field that holds it, and the setter that takes its value.
@@ -40,12 +40,17 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settled:
-    """What a native class was set to, and the attributes that its setters changed."""
+    """What a native class was set to, and what its setters changed.
+
+    By module name: ``before``, the attributes that changed with the values they had, and
+    ``added``, those that are new.
+    """
 
     report: Report
-    before: dict[str, dict[str, Any]]  # by module name
+    before: dict[str, dict[str, Any]]
+    added: dict[str, list[str]]
 
 
 def is_native(model: Module) -> bool:
@@ -58,68 +63,79 @@ def settle(
 ) -> Settled:
     """Call the setters of ``model`` with what ``config`` asks for.
 
-    ``report`` is what the schedule would be; the one returned says what the class makes of it.
+    ``report`` is what the schedule would be; the one returned says what the class makes of it. A
+    setter that raises leaves the model as it was.
     """
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    conditions = list(report.conditions)
+    snapshot = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    remarks = []
     default = CheckpointingConfig()
-    for key, (field, setter) in SETTERS.items():
-        value = getattr(config, field)
-        if hasattr(model, setter):
-            getattr(model, setter)(value)
-        elif value != getattr(default, field):
-            conditions.append(Condition("family", key, "the class has no setter for it: ignored"))
+    try:
+        for key, (field, setter) in SETTERS.items():
+            value = getattr(config, field)
+            if hasattr(model, setter):
+                getattr(model, setter)(value)
+            elif value != getattr(default, field):
+                remarks.append(f"{key}: the class has no setter for it and ignores it")
+        switch: Any = model
+        if config.enabled and hasattr(model, "enable_gradient_checkpointing"):
+            switch.enable_gradient_checkpointing()
+        elif not config.enabled and hasattr(model, "disable_gradient_checkpointing"):
+            switch.disable_gradient_checkpointing()
+    except BaseException:
+        restore(model, _changes(model, snapshot, report))
+        raise
     for key, field in OWN_KEYS.items():
         if getattr(config, field) != getattr(default, field):
-            conditions.append(Condition("family", key, "the class knows no such key: ignored"))
-    conditions += _known_differences(config, family)
-    switch: Any = model
-    if config.enabled and hasattr(model, "enable_gradient_checkpointing"):
-        switch.enable_gradient_checkpointing()
-    elif not config.enabled and hasattr(model, "disable_gradient_checkpointing"):
-        switch.disable_gradient_checkpointing()
+            remarks.append(f"{key}: the class knows no such key and ignores it")
+    remarks += _known_differences(config, family)
     whole = family is None or family.native is None or family.native.segments == "whole-block"
     stacks = tuple(
         replace(
             stack,
             strategy="native",
             schedule=stack.schedule if whole else Schedule(stack.blocks, ()),
-            reason="" if whole else "its own schedule, see the conditions",
+            reason="" if whole else "a schedule of the class's own",
         )
         for stack in report.stacks
         if config.enabled
     )
-    changed = {
-        name: state for name, state in before.items() if state != model.get_submodule(name).__dict__
-    }
-    return Settled(replace(report, conditions=tuple(conditions), stacks=stacks), changed)
+    return _changes(model, snapshot, replace(report, stacks=stacks, remarks=tuple(remarks)))
 
 
-def _known_differences(config: CheckpointingConfig, family: Family | None) -> Iterator[Condition]:
+def _changes(model: Module, snapshot: dict[str, dict[str, Any]], report: Report) -> Settled:
+    before: dict[str, dict[str, Any]] = {}
+    added: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        old = snapshot.get(name, {})
+        for key, value in module.__dict__.items():
+            if key not in old:
+                added.setdefault(name, []).append(key)
+            elif old[key] is not value:
+                before.setdefault(name, {})[key] = old[key]
+    return Settled(report, before, added)
+
+
+def _known_differences(config: CheckpointingConfig, family: Family | None) -> Iterator[str]:
     """What the facts say of the options that were asked for."""
     native = family.native if family else None
     if native is None:
         return
     wide = config.interval > 1 or config.stride is not None
     if wide and native.segments in MEANINGS:
-        key = "gradient_checkpointing_interval"
-        yield Condition("family", key, MEANINGS[native.segments])
+        yield f"gradient_checkpointing_interval: {MEANINGS[native.segments]}"
     if wide and native.fallback:
-        reason = f"where it goes block by block, the class covers {native.fallback}"
-        yield Condition("family", "gradient_checkpointing_interval", reason)
+        yield f"gradient_checkpointing_interval: block by block, it covers {native.fallback}"
     if config.backend not in native.backends:
-        reason = f"the class does not carry out {config.backend}"
-        yield Condition("family", "gradient_checkpointing_backend", reason)
+        yield f"gradient_checkpointing_backend: the class does not carry out {config.backend}"
     if config.offload_attention and not native.attention_offload:
-        reason = "the class does not carry it out"
-        yield Condition("family", "gradient_checkpointing_offload_attention", reason)
-    for note in native.notes:
-        yield Condition("family", "note", note)
+        yield "gradient_checkpointing_offload_attention: the class does not carry it out"
+    yield from native.notes
 
 
 def restore(model: Module, settled: Settled) -> None:
-    """Undo what the setters changed."""
+    """Undo what the setters changed, and nothing else."""
     for name, state in settled.before.items():
-        module = model.get_submodule(name)
-        module.__dict__.clear()
-        module.__dict__.update(state)
+        model.get_submodule(name).__dict__.update(state)
+    for name, keys in settled.added.items():
+        for key in keys:
+            model.get_submodule(name).__dict__.pop(key, None)

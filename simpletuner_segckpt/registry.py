@@ -32,8 +32,8 @@ class FamilyRegistry:
         return cls(read_folder(files("simpletuner_segckpt.model_families")))
 
     @classmethod
-    def default(cls) -> "FamilyRegistry":
-        """The shipped families, and those of installed packages.
+    def default(cls, folders: Iterable[str | Path] = ()) -> "FamilyRegistry":
+        """The shipped families, those of installed packages, and those in ``folders``.
 
         A package adds its own with an entry point in the group
         ``simpletuner_segckpt.families`` that loads to a ``Family``, several of them, or the
@@ -54,6 +54,8 @@ class FamilyRegistry:
                     f"entry point {point.name} in {ENTRY_POINTS} loads to a "
                     f"{type(loaded).__name__}; it must be a Family, several, or a folder"
                 )
+        for folder in folders:
+            registry.add_folder(folder)
         return registry
 
     def add(self, *families: Family) -> None:
@@ -81,10 +83,9 @@ class FamilyRegistry:
 
     def named(self, name: str) -> list[Family]:
         """Every family of this ``model_family``. Raises ``UnknownFamily`` when there is none."""
-        wanted = _spelling(name)
-        known = [f for f in self if wanted in map(_spelling, (f.family, *f.aliases))]
+        known = [f for f in self if _is_called(f, name)]
         if not known:
-            near = difflib.get_close_matches(wanted, self.names(), n=1)
+            near = difflib.get_close_matches(_spelling(name), self.names(), n=1)
             raise UnknownFamily(name, near[0] if near else None)
         return known
 
@@ -99,7 +100,7 @@ class FamilyRegistry:
         for base in model_class.__mro__:
             known = [f for f in self if any(_is_class(base, path) for path in _all_classes(f))]
             if known:
-                named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
+                named = [f for f in known if _is_called(f, name)]
                 return _of_flavour(named or known, flavour)
         return None
 
@@ -109,7 +110,7 @@ class FamilyRegistry:
         ``name`` decides between families that share a class.
         """
         known = [f for f in self if class_name in (c.rpartition(".")[2] for c in f.classes)]
-        named = [f for f in known if name and _spelling(name) == _spelling(f.family)]
+        named = [f for f in known if _is_called(f, name)]
         return next(iter(named or known), None)
 
     def names(self) -> list[str]:
@@ -136,6 +137,11 @@ def read_family(path: Traversable) -> Family:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise FamilyError(f"{path}: `{key}`: {first['msg']}") from None
+
+
+def _is_called(family: Family, name: str | None) -> bool:
+    """Whether ``name`` is a spelling of the family's name or of one of its aliases."""
+    return bool(name) and _spelling(name or "") in map(_spelling, (family.family, *family.aliases))
 
 
 def _of_flavour(families: list[Family], flavour: str | None) -> Family:

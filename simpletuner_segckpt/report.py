@@ -20,7 +20,7 @@ class Condition:
     is the config key, the hook or the argument. ``stacks`` is empty when all are concerned.
     """
 
-    where: Literal["config", "model", "call", "family"]
+    where: Literal["config", "model", "call"]
     name: str
     reason: str
     stacks: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class StackReport:
-    """How one stack is scheduled; ``reason`` says why it is not segmented, if it is not."""
+    """How one stack is scheduled; ``reason`` says why it is not, or not wholly, segmented."""
 
     path: str
     strategy: Strategy
@@ -79,10 +79,11 @@ class Report:
     conditions: tuple[Condition, ...] = ()
     stacks: tuple[StackReport, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (path, reason)
+    remarks: tuple[str, ...] = ()  # what a class with setters of its own makes of the keys
 
     @property
     def strategy(self) -> Strategy:
-        """``segmented`` if any stack is, else ``per-block`` if any is, else ``off``."""
+        """``native`` if any stack is, else ``segmented``, else ``per-block``, else ``off``."""
         found = {stack.strategy for stack in self.stacks}
         order: tuple[Strategy, ...] = ("native", "segmented", "per-block")
         return next((strategy for strategy in order if strategy in found), "off")
@@ -95,11 +96,12 @@ class Report:
         out += [f"  because of {condition}" for condition in self.conditions]
         out += [line for stack in self.stacks for line in stack.lines()]
         out += [f"{path}: left out ({reason})" for path, reason in self.left_out]
+        out += [f"remark: {remark}" for remark in self.remarks]
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class Span:
     """Blocks that ran together: recomputed under one checkpoint call, or one plain block."""
 
     blocks: range
@@ -117,12 +119,12 @@ class StackEffect:
     path: str
     strategy: Strategy
     reason: str
-    units: tuple[Unit, ...]
+    spans: tuple[Span, ...]
 
     @property
     def segments(self) -> tuple[range, ...]:
         """The blocks under each checkpoint call, in the order they ran."""
-        return tuple(unit.blocks for unit in self.units if unit.recomputed)
+        return tuple(span.blocks for span in self.spans if span.recomputed)
 
     @property
     def covered(self) -> tuple[int, ...]:
@@ -130,7 +132,7 @@ class StackEffect:
 
     @property
     def gap(self) -> tuple[int, ...]:
-        return tuple(b for unit in self.units if not unit.recomputed for b in unit.blocks)
+        return tuple(b for span in self.spans if not span.recomputed for b in span.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Effect:
         lines = [f"because of {condition}" for condition in self.conditions]
         for stack in self.stacks:
             reason = f" ({stack.reason})" if stack.reason else ""
-            ran = " ".join(map(str, stack.units))
+            ran = " ".join(map(str, stack.spans))
             lines += [f"{stack.path}: {stack.strategy}{reason}", f"  {ran}"]
         return "\n".join(lines)
 

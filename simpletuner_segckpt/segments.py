@@ -35,7 +35,7 @@ from .links import (
     read,
     surroundings,
 )
-from .report import UNITS, Condition, Effect, StackEffect, Strategy, Unit
+from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
 from .schedule import Schedule
 from .stacks import uncompiled
 
@@ -82,7 +82,7 @@ class StackRun:
     def __init__(self, stack: Stack, reason: str = ""):
         self.stack = stack
         self.reason = reason
-        self.units: list[Unit] = []
+        self.spans: list[Span] = []
         self.segment_of = {block: s for s in stack.schedule.segments for block in s}
 
     def step(self, index: int, args: tuple, kwargs: dict) -> Any:
@@ -92,7 +92,7 @@ class StackRun:
     def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
-        self.units.append(Unit(range(index, index + 1), covered))
+        self.spans.append(Span(range(index, index + 1), covered))
         call = original_call(self.stack.blocks[index])
         return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
 
@@ -106,7 +106,7 @@ class StackRun:
         """The model's forward raised: let go of every tensor."""
 
     def effect(self) -> StackEffect:
-        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.units))
+        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.spans))
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class SegmentedRun(StackRun):
         links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
         segment_call = partial(run_segment, calls, links, arguments.spec)
         result = self.stack.checkpoint(segment_call, *arguments.leaves)
-        self.units.append(Unit(segment, True))
+        self.spans.append(Span(segment, True))
         handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
@@ -253,11 +253,11 @@ class UnitsRun(StackRun):
         self.stride = stride
 
     def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
-        index = len(self.units)
+        index = len(self.spans)
         covered = index in self.segment_of
         if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
-        self.units.append(Unit(range(index, index + 1), covered))
+        self.spans.append(Span(range(index, index + 1), covered))
         call = original_call(unit)
         return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
 

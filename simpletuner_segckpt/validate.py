@@ -114,13 +114,14 @@ def _counts(
     blocks: Mapping[str, int],
 ) -> tuple[dict[str, int], str]:
     """Blocks per stack in execution order, and where the numbers come from."""
-    origin, values = "block counts as given", model_config or {}
     size = family.size(flavour)
     if model_config is not None:
-        origin = "block counts from the model's config.json"
-    elif size:
-        origin, values = f"block counts of the published size {size[0]}", size[1]
-    known = family.counts(values) | dict(blocks)
+        origin, known = "block counts from the model's config.json", family.counts(model_config)
+    elif size is not None:
+        origin, known = f"block counts of the published size {size}", family.counts_of_size(size)
+    else:
+        origin, known = "block counts as given", {}
+    known |= blocks
     unknown = [p for p in blocks if p != UNITS and not any(s.describes(p) for s in family.stacks)]
     if unknown:
         paths = ", ".join(stack.path for stack in family.stacks)
@@ -290,9 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _cannot("standard output is closed")
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        registry = FamilyRegistry.default()
-        for folder in options.families:
-            registry.add_folder(folder)
+        registry = FamilyRegistry.default(options.families)
         if options.family:
             registry.find(options.family)
         model_config = read_model_config(options.model) if options.model else None

@@ -71,34 +71,34 @@ def test_a_copy_without_changes_holds(changed_wan):
     assert (check.verdict, check.details) == ("segmented", [])
 
 
-@pytest.mark.parametrize(
-    ("replacements", "named"),
-    [
-        # An operation between two blocks.
-        ([(LOOP, LOOP + "                hidden_states = hidden_states * 1.0\n")], "mul"),
-        # A block's argument with another name.
-        (
-            [
-                (
-                    "        hidden_states: torch.Tensor,\n"
-                    "        encoder_hidden_states: torch.Tensor,\n"
-                    "        temb: torch.Tensor,\n",
-                    "        tokens: torch.Tensor,\n"
-                    "        encoder_hidden_states: torch.Tensor,\n"
-                    "        temb: torch.Tensor,\n",
-                ),
-                ("if temb.ndim == 4:", "hidden_states = tokens\n        if temb.ndim == 4:"),
-            ],
-            "`tokens`",
-        ),
-        # A list, a class and a submodule with other names.
-        ([("self.blocks", "self.layers")], "there is no list `blocks`"),
-        ([("WanTransformerBlock", "WanLayer")], "holds WanLayer, not WanTransformerBlock"),
-        ([("self.ffn", "self.mlp")], "have no `ffn`"),
-        # A configuration that no longer works.
-        ([("        ffn_dim: int", "        feed_forward_dim: int")], "does not run"),
-    ],
-)
+CHANGES = [
+    # An operation between two blocks.
+    ([(LOOP, LOOP + "                hidden_states = hidden_states * 1.0\n")], "mul"),
+    # A block's argument with another name.
+    (
+        [
+            (
+                "        hidden_states: torch.Tensor,\n"
+                "        encoder_hidden_states: torch.Tensor,\n"
+                "        temb: torch.Tensor,\n",
+                "        tokens: torch.Tensor,\n"
+                "        encoder_hidden_states: torch.Tensor,\n"
+                "        temb: torch.Tensor,\n",
+            ),
+            ("if temb.ndim == 4:", "hidden_states = tokens\n        if temb.ndim == 4:"),
+        ],
+        "`tokens`",
+    ),
+    # A list, a class and a submodule with other names.
+    ([("self.blocks", "self.layers")], "there is no list `blocks`"),
+    ([("WanTransformerBlock", "WanLayer")], "holds WanLayer, not WanTransformerBlock"),
+    ([("self.ffn", "self.mlp")], "have no `ffn`"),
+    # A configuration that no longer works.
+    ([("        ffn_dim: int", "        feed_forward_dim: int")], "does not run"),
+]
+
+
+@pytest.mark.parametrize(("replacements", "named"), CHANGES)
 def test_what_drifted_is_named(changed_wan, replacements, named):
     changed = changed_wan(*replacements)
     [check] = check_family(changed)
@@ -108,8 +108,7 @@ def test_what_drifted_is_named(changed_wan, replacements, named):
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_apply_on_a_class_that_drifted_runs_per_block_and_says_why(changed_wan, number, caplog):
-    parameters = test_what_drifted_is_named.pytestmark[0].args[1]
-    replacements, named = parameters[number]
+    replacements, named = CHANGES[number]
     changed = changed_wan(*replacements)
     model, inputs = make_model(changed.tiny[0]).train(), make_inputs(changed.tiny[0])
     expected = step(model, inputs)
@@ -125,7 +124,7 @@ def test_apply_on_a_class_that_drifted_runs_per_block_and_says_why(changed_wan, 
 def test_the_command(capsys):
     assert check_module.main(["flux", "controlnet_flux", "mageflow"]) == 0
     out = capsys.readouterr().out
-    assert "2 classes proven, 0 drifted, 1 not installed here" in out
+    assert "2 classes proven, 0 drifted, 1 not proven here" in out
     assert check_module.main(["fluxx"]) == 2
     assert check_module.main([]) == 2
     assert "name families, or pass --all" in capsys.readouterr().err
@@ -133,7 +132,7 @@ def test_the_command(capsys):
 
 def test_a_drift_is_exit_code_1(monkeypatch, changed_wan, capsys):
     changed = changed_wan(("self.blocks", "self.layers"))
-    monkeypatch.setattr(FamilyRegistry, "default", lambda: FamilyRegistry([changed]))
+    monkeypatch.setattr(FamilyRegistry, "default", lambda folders=(): FamilyRegistry([changed]))
     assert check_module.main(["--all"]) == 1
     assert "drifted" in capsys.readouterr().out
 
@@ -240,7 +239,7 @@ def test_a_probed_file_is_a_family_file(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    probe_main = import_module("simpletuner_segckpt.probe").main
+    probe_main = import_module("simpletuner_segckpt.probing").main
     assert probe_main(["mine:make"]) == 0
     folder = tmp_path / "families"
     folder.mkdir()

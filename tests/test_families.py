@@ -74,7 +74,7 @@ def test_gradients_and_calls(reference, interval, stride, keep_last):
                 gap = dict.fromkeys(schedules[path].gap, 1)
                 assert calls[path] == Counter(covered | gap), (run, path)
         if UNITS in stacks:  # modules that run more than once count each time
-            ran = len(installation.effect[UNITS].units)
+            ran = len(installation.effect[UNITS].spans)
             schedules = make_schedules(stacks | {UNITS: ran}, interval, stride, keep_last)
         for path, schedule in schedules.items():
             effect = installation.effect[path]

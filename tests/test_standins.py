@@ -173,7 +173,7 @@ def test_native_setters_are_called_and_restored():
     installation = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
     assert (model.interval, model.stride, model.gradient_checkpointing) == (2, 4, True)
     assert installation.report.strategy == "native"
-    assert installation.report.conditions == ()
+    assert installation.report.remarks == ()
     assert installation.report.stacks[0].segments == (range(0, 2), range(4, 6))
     assert step(model, inputs) == expected
     assert not model._forward_pre_hooks
@@ -191,11 +191,11 @@ def test_what_a_native_class_makes_of_an_interval_is_said(segments, caplog):
     model, _ = toy(Native)
     facts = native_family(segments, fallback="every block", notes=("musubi is ignored",))
     report = simpletuner_segckpt.apply(model, keys(2, 4, keep_last=1), family=facts).report
-    said = [str(condition) for condition in report.conditions]
+    said = report.remarks
     assert any("keep_last: the class knows no such key" in line for line in said)
     assert any(MEANINGS[segments] in line for line in said)
-    assert any("covers every block" in line for line in said)
-    assert "note: musubi is ignored" in said
+    assert any("it covers every block" in line for line in said)
+    assert "musubi is ignored" in said
     assert all(line in caplog.text for line in said)
     [stack] = report.stacks
     assert (stack.strategy, stack.segments) == ("native", ())
@@ -208,7 +208,37 @@ def test_a_native_class_without_a_setter_for_an_option():
 
     model, _ = toy(OnlyInterval)
     report = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family()).report
-    assert [c.name for c in report.conditions] == ["gradient_checkpointing_segment_stride"]
+    [remark] = report.remarks
+    assert remark.startswith("gradient_checkpointing_segment_stride: the class has no setter")
+
+
+def test_removing_a_native_schedule_touches_nothing_else():
+    """What others changed since apply() stays as they left it."""
+    model, inputs = toy(Native)
+    model.eval()
+    installation = simpletuner_segckpt.apply(model, keys(2), family=native_family())
+    model.train()
+    model.mine = 3
+    model.forward = model.forward
+    simpletuner_segckpt.apply(model, keys(2), family=native_family())
+    installation.remove()  # replaced by an equal one: does nothing
+    assert model.interval == 2
+    simpletuner_segckpt.remove(model)
+    assert (model.training, model.mine, model.interval) == (True, 3, None)
+    assert "forward" in model.__dict__
+    step(model, inputs)
+
+
+def test_a_native_setter_that_raises():
+    class Raises(Native):
+        def set_gradient_checkpointing_backend(self, value):
+            raise ValueError(value)
+
+    model, _ = toy(Raises)
+    before = copy.copy(model.__dict__)
+    with pytest.raises(ValueError, match="torch"):
+        simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+    assert model.__dict__ == before
 
 
 def test_a_native_class_switched_off():

@@ -59,7 +59,7 @@ def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
     assert steps == [steps[0]] * 50
     units = installation.effect[UNITS]
     assert units.covered == tuple(
-        index for index in range(len(units.units)) if index % (stride or interval) < interval
+        index for index in range(len(units.spans)) if index % (stride or interval) < interval
     )
 
 
@@ -85,7 +85,7 @@ def test_keep_last_of_a_unet_takes_the_last_units():
     for _ in range(2):
         assert step(model, inputs) == expected
         units = installation.effect[UNITS]
-        assert units.gap == (len(units.units) - 2, len(units.units) - 1)
+        assert units.gap == (len(units.spans) - 2, len(units.spans) - 1)
 
 
 # Arguments that upstream's own checkpoint branch drops.

@@ -1,6 +1,6 @@
 """``segckpt probe``: describe a model that no family file describes.
 
-The same record that proves segments (see ``segments``) says which lists of blocks a model's
+The same record that proves segments (see ``recording``) says which lists of blocks a model's
 forward runs through, what passes between the blocks, and why a list cannot be segmented. From
 that comes the family file to start from.
 """
