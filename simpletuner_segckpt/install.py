@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from .door import GATE_STATE, Door, logger
 from .errors import UnknownFamily, UnsupportedModel
-from .family import Family, matches
+from .family import Family
 from .native import Settled, is_native, restore, settle
 from .planning import make_report
 from .registry import FamilyRegistry
@@ -63,7 +63,7 @@ def apply(
     """Install the schedule that ``config`` asks for on ``model``, replacing an earlier one.
 
     ``config`` is a path, a mapping, an argparse namespace or a ``CheckpointingConfig``. The
-    model may be wrapped by PEFT, accelerate, DDP or ``torch.compile``. Its family is found by
+    model may be wrapped by PEFT, accelerate or ``torch.compile``. Its family is found by
     its class unless ``family`` names one; a model that no family describes is probed.
 
     Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or
@@ -169,18 +169,20 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
             left_out.append((stack.path, f"{type(base).__name__} has no such list of blocks"))
         stacks |= found
     units = units_of(base, family.units, stacks)
-    left_out += [
-        (path, _reason_left_out(family, path))
-        for path in candidates
+    known = (*units, *stacks)
+    described = {
+        path: entry.reason
+        for entry in family.left_out
+        for path in matching(base, entry.path)
         if path not in stacks
-        and not any(known.startswith(f"{path}.") for known in (*units, *stacks))
-    ]
+    }
+    other = {
+        path: f"not described by the family {family.family}"
+        for path in candidates
+        if path not in (*stacks, *described) and not any(k.startswith(f"{path}.") for k in known)
+    }
+    left_out += (described | other).items()
     return stacks | ({UNITS: len(units)} if units else {}), left_out
-
-
-def _reason_left_out(family: Family, path: str) -> str:
-    reasons = (entry.reason for entry in family.left_out if matches(entry.path, path))
-    return next(reasons, f"not described by the family {family.family}")
 
 
 def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:

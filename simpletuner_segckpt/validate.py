@@ -89,6 +89,15 @@ def check_file(
     if found is None:
         return Checked(file.name, findings, notes=["no model_family: pass --family to see blocks"])
     counts, origin = _counts(found, flavour, model_config, blocks or {})
+    interval = settings.checkpointing.interval
+    if interval > 1 and all(stack.per_block for stack in found.stacks):
+        reason = found.stacks[0].per_block if found.stacks else "it has units only"
+        message = (
+            f"is {interval}, but no blocks of {found.title} can run together ({reason}): those "
+            "that the schedule covers are recomputed one by one"
+        )
+        key = written(file, "gradient_checkpointing_interval")
+        findings.append(file.finding("unsupported-option", message, key, "warning"))
     missing = [
         stack.path
         for stack in found.stacks

@@ -68,25 +68,39 @@ def test_controlnet_residuals_of_one_stack(argument, stack, keep_last, caplog):
         assert installation.effect[path].segments == schedule.segments
 
 
-def test_sd3_residuals_and_skip_layers():
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+@pytest.mark.parametrize("argument", ["block_controlnet_hidden_states", "skip_layers"])
+def test_sd3_residuals_and_skip_layers(argument, keep_last, caplog):
+    model, inputs = model_and_inputs("sd3")
+    width = model.transformer_blocks[0].attn.to_q.out_features
+    tokens = model(**inputs)[0].shape[-1] ** 2 // 4
+    given = {
+        "block_controlnet_hidden_states": [torch.randn(2, tokens, width)],
+        "skip_layers": [1, 3],
+    }
+    extra = {argument: given[argument]}
+    expected, plain = step(model, inputs | extra), step(model, inputs)
+    schedule = make_schedules({"transformer_blocks": 5}, 2, 4, keep_last)["transformer_blocks"]
+    installation = simpletuner_segckpt.apply(model, keys(2, 4, keep_last))
+    for _ in range(3):
+        with counted(model, ["transformer_blocks"]) as calls:
+            assert step(model, inputs | extra) == expected
+        skipped = {1, 3} if argument == "skip_layers" else set()
+        planned = dict.fromkeys(schedule.covered, 2) | dict.fromkeys(schedule.gap, 1)
+        ran = Counter({b: n for b, n in planned.items() if b not in skipped})
+        assert calls["transformer_blocks"] == ran
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert argument in caplog.text
+    assert installation.effect["transformer_blocks"].strategy == "per-block"
+    for _ in range(2):
+        assert step(model, inputs) == plain
+    assert installation.effect["transformer_blocks"].segments == schedule.segments
+
+
+def test_an_empty_list_of_layers_skips_nothing():
     model, inputs = model_and_inputs("sd3")
     installation = simpletuner_segckpt.apply(model, keys(2))
-    inner = model.transformer_blocks[0].attn.to_q.out_features
-    tokens = torch.randn(2, model(**inputs)[0].shape[-1] ** 2 // 4, inner)
-    for extra in (
-        {"block_controlnet_hidden_states": [tokens]},
-        {"skip_layers": [1, 3]},
-    ):
-        installation.remove()
-        expected = step(model, inputs | extra)
-        installation = simpletuner_segckpt.apply(model, keys(2))
-        for _ in range(2):
-            assert step(model, inputs | extra) == expected
-        assert installation.effect["transformer_blocks"].strategy == "per-block"
-        for _ in range(2):
-            step(model, inputs)
-        assert installation.effect["transformer_blocks"].strategy == "segmented"
-    for _ in range(2):  # an empty list skips nothing
+    for _ in range(2):
         step(model, inputs | {"skip_layers": []})
     assert installation.effect["transformer_blocks"].strategy == "segmented"
 

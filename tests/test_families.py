@@ -3,6 +3,9 @@
 from collections import Counter
 
 import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
 from training import REGISTRY, add_lora, keys, set_dropout
 
 import simpletuner_segckpt
@@ -10,7 +13,7 @@ from simpletuner_segckpt.links import Link
 from simpletuner_segckpt.prove import counted, step
 from simpletuner_segckpt.report import UNITS
 from simpletuner_segckpt.schedule import make_schedules
-from simpletuner_segckpt.stacks import blocks_of, matching
+from simpletuner_segckpt.stacks import blocks_of, matching, units_of
 from simpletuner_segckpt.tiny import make_inputs, make_model, missing_needs
 
 SCHEDULES = [(1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None)]
@@ -98,6 +101,42 @@ def test_family_says_what_the_model_does(case):
         assert lists or stack.optional
         for path in lists:
             check_stack(stack, path, blocks_of(model, path), installation)
+
+
+@pytest.mark.parametrize("case", CLASSES.values(), ids=CLASSES)
+def test_the_report_accounts_for_every_list_of_blocks(case):
+    family, tiny = case
+    model = make_model(tiny)
+    report = simpletuner_segckpt.apply(model, keys(2), family=family).report
+    reported = {stack.path for stack in report.stacks} | {path for path, _ in report.left_out}
+    units = units_of(model, family.units, reported)
+    for path, module in model.named_modules():
+        names = [type(block).__name__ for block in module.children()]
+        if not isinstance(module, nn.ModuleList) or len(names) < 2:
+            continue
+        if not all("Block" in name or "Layer" in name for name in names):
+            continue
+        inside = any(path.startswith(f"{known}.") for known in (*reported, *units))
+        above = any(known.startswith(f"{path}.") for known in (*reported, *units))
+        assert path in reported or inside or above, path
+
+
+def test_every_checkpoint_call_is_non_reentrant(monkeypatch):
+    calls = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
+    for family, tiny in CLASSES.values():
+        model, inputs = make_model(tiny).train(), make_inputs(tiny)
+        simpletuner_segckpt.apply(model, keys(2), family=family)
+        before = len(calls)
+        model(**inputs)
+        assert len(calls) > before, tiny.model_class
+    assert set(calls) == {False}
 
 
 def check_stack(stack, path, blocks, installation):

@@ -13,13 +13,21 @@ from simpletuner_segckpt.prove import step
 from simpletuner_segckpt.report import UNITS
 
 
+MICRO_BLOCKS = {
+    "ResnetBlock2D",
+    "BasicTransformerBlock",
+    "SDCascadeResBlock",
+    "SDCascadeAttnBlock",
+    "SDCascadeTimestepBlock",
+}
+
+
 def recomputed(model, inputs):
     """How often each module that the checkpoint function may get runs, by path, in one step."""
     calls = Counter()
     patched = []
     for path, module in model.named_modules():
-        kind = type(module).__name__
-        if kind in ("ResnetBlock2D", "BasicTransformerBlock") or kind.startswith("SDCascade"):
+        if type(module).__name__ in MICRO_BLOCKS:
             forward = module.forward
 
             def counting(*args, forward=forward, path=path, **kwargs):
@@ -34,6 +42,10 @@ def recomputed(model, inputs):
         for module in patched:
             del module.forward
     return result, calls
+
+
+def explode(*_, **__):
+    raise ArithmeticError
 
 
 @pytest.mark.parametrize("name", ["sdxl", "stable_cascade", "sd1x", "kolors"])
@@ -53,11 +65,20 @@ def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
         if number % 7 == 0:
             with torch.no_grad():
                 model(**inputs)
-            with pytest.raises(TypeError):
-                model(**inputs | {"encoder_hidden_states": 3, "timestep": None})
+            last = [m for n, m in model.named_modules() if n in steps[0]][-1]
+            last.forward = explode  # half-way through the up blocks
+            with pytest.raises(ArithmeticError):
+                model(**inputs)
+            del last.forward
             step(other, other_inputs)
     assert steps == [steps[0]] * 50
-    units = installation.effect[UNITS]
+    # Covered modules run twice: as many runs more as there are covered spans, nowhere else.
+    effect = installation.effect
+    recomputed_spans = sum(len(stack.covered) for stack in effect.stacks)
+    installation.remove()
+    once = recomputed(model, inputs)[1]
+    assert steps[0].total() - once.total() == recomputed_spans
+    units = effect[UNITS]
     assert units.covered == tuple(
         index for index in range(len(units.spans)) if index % (stride or interval) < interval
     )

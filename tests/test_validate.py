@@ -161,6 +161,14 @@ def test_the_reason_for_per_block(validate):
     assert "none recomputed" in out
 
 
+def test_a_family_whose_blocks_cannot_run_together(validate):
+    code, out = validate({"model_family": "hidream", INTERVAL: 4})
+    assert code == 0
+    assert f"config.json:1:29: SEG402 warning: `{INTERVAL}` is 4, but no blocks of HiDream" in out
+    _, out = validate({"model_family": "hidream"})
+    assert "SEG402" not in out
+
+
 def test_notes_on_cost(validate):
     _, out = validate({"model_family": "wan", INTERVAL: 2})
     assert "wider segments save no time" in out
