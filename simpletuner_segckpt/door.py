@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from .backends import BACKENDS, Checkpoint, has_lora_scale, with_lora_scale
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
+from .gates import FLAG, Gates
 from .hooks import model_conditions
 from .intercept import intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
@@ -46,9 +47,6 @@ from .stacks import blocks_of
 
 logger = logging.getLogger("simpletuner_segckpt")
 
-# By these attributes a module knows whether and how to checkpoint.
-GATE_STATE = ("gradient_checkpointing", "_gradient_checkpointing_func")
-
 # The forwards that run in a thread, outermost first: the frame that each runs in, and its record
 # (None: not a training forward).
 Running = list[tuple[FrameType, Forward | None]]
@@ -60,11 +58,13 @@ CallShape = tuple[Any, ...]
 class Door:
     """Stands in for a model's checkpoint function.
 
-    ``parameters`` are the names of the parameters of the model's ``forward``, ``gates`` the
-    names of the submodules that ask for a checkpoint function, ``conditions`` the arguments that
-    force per-block. ``intercepts``: the loop reaches the door through its blocks, and must not
-    ask its checkpoint function. ``carried``: what the family says is carried in each stack; None
-    when no family describes the model. ``off``: why checkpointing stays switched off.
+    parameters: names of the parameters of the model's ``forward``.
+    gates: the submodules that ask for a checkpoint function.
+    conditions: arguments of the forward that force per-block.
+    gap_blocks: for calls that are compiled, which find their place by identity.
+    intercepts: whether the loop reaches the door through its blocks, and must not ask the gates.
+    carried: what the family says is carried in each stack; None when no family describes it.
+    off: why checkpointing stays switched off, if it does.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class Door:
         stacks: Sequence[StackReport],
         config: CheckpointingConfig,
         parameters: Sequence[str],
-        gates: Sequence[str],
+        gates: Gates,
         conditions: Sequence[Condition] = (),
         *,
+        gap_blocks: Iterable[Module] = (),
         intercepts: bool = False,
         carried: Mapping[str, Mapping[str, int]] | None = None,
         off: str = "",
@@ -86,7 +87,7 @@ class Door:
         self.config = config
         self.checkpoint = BACKENDS[config.backend]
         self.parameters = tuple(parameters)
-        self.gates = tuple(gates)
+        self.gates = gates
         named = {condition.name for condition in conditions}
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
@@ -96,9 +97,7 @@ class Door:
         self.off = off
         self.effect: Effect | None = None
         self.handles: list[RemovableHandle] = []
-        # The GATE_STATE that each gate had before (a function may be lost in a copy: None).
-        self.before: dict[str, dict[str, Any]] = {}
-        self.gap_blocks: list[Module] = []  # only for calls that are being compiled
+        self.gap_blocks = list(gap_blocks)
         self._proven: dict[tuple[CallShape, str], Proof] = {}
         self._said: set[str] = set()
         self._forget_runs()
@@ -114,12 +113,8 @@ class Door:
         return self.config.stride or self.config.interval
 
     def __getstate__(self) -> dict[str, Any]:
-        before = {
-            name: {key: None if _is_local(value) else value for key, value in state.items()}
-            for name, state in self.before.items()
-        }
-        state = {key: value for key, value in self.__dict__.items() if key not in _OF_ONE_PROCESS}
-        return state | {"before": before}
+        of_this_process = ("_running", "_models")
+        return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -196,7 +191,7 @@ class Door:
         if forward is None:
             return None
         if self.intercepts:
-            self.switch(module, False)  # until close: the loop takes its plain branch
+            self.gates.switch(module, False)  # until close: the loop takes its plain branch
         return self._without_cache(module, args, kwargs)
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
@@ -245,7 +240,7 @@ class Door:
         if not running:
             self._running.pop(threading.get_ident(), None)
         if forward is not None and self.intercepts and not self._any_running():
-            self.switch(module, True)
+            self.gates.switch(module, True)
         return forward
 
     def _plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
@@ -330,19 +325,19 @@ class Door:
     def _enabled(self, module: Module) -> bool:
         """Whether the trainer wants checkpointing now; takes back what was put over ours."""
         paused = self.intercepts and self._any_running()
-        wanted = all(_gate(module, name).gradient_checkpointing for name in self.gates[:1])
-        if self.off and self.gates and wanted:
+        wanted = self.gates.on(module)
+        if self.off and self.gates.names and wanted:
             self._say(logging.WARNING, f"gradient checkpointing is off again: {self.off}")
-            self.switch(module, False)
+            self.gates.switch(module, False)
         if self.off or not (wanted or paused):
             reason = self.off or "it was switched off on the model"
-            self.effect = Effect((), (Condition("model", GATE_STATE[0], reason, off=True),))
+            self.effect = Effect((), (Condition("model", FLAG, reason, off=True),))
             return False
         if module not in self._models:
             self._models.add(module)
             if self.intercepts:
                 self.intercept(module)
-        if any(_gate(module, n)._gradient_checkpointing_func is not self for n in self.gates[:1]):
+        if not self.gates.asks(module, self):
             self.claim(module)
         return True
 
@@ -352,31 +347,37 @@ class Door:
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
-        for name in self.gates:
-            gate = _gate(module, name)
-            if gate.gradient_checkpointing:
-                gate.gradient_checkpointing = not self.off and not self.intercepts
-                gate._gradient_checkpointing_func = self
+        if self.gates.on(module):
+            self.gates.switch(module, not self.off and not self.intercepts)
+            self.gates.ask(module, self)
 
     # How apply() and remove() change the model.
 
+    def attach(self, module: Module) -> None:
+        """Be what the loops of ``module`` go through, or keep its checkpointing off."""
+        if self.off:
+            self.gates.switch(module, False)
+        else:
+            self.claim(module)
+            if self.intercepts:
+                self.intercept(module)
+                self.gates.switch(module, True)
+            else:
+                enable: Any = module.enable_gradient_checkpointing
+                enable(gradient_checkpointing_func=self)
+        self.handles = [
+            module.register_forward_pre_hook(self.open, with_kwargs=True),
+            module.register_forward_hook(self.close, always_call=True),
+        ]
+
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of every gate of ``module``."""
-        for name in self.gates:
-            gate = _gate(module, name)
-            function = getattr(gate, "_gradient_checkpointing_func", None)
-            if function is not self and not is_stock_function(function):
-                self._say(
-                    logging.WARNING,
-                    f"the checkpoint function {getattr(function, '__qualname__', function)} "
-                    "that was set on the model is replaced by the schedule",
-                )
-            gate._gradient_checkpointing_func = self
-
-    def switch(self, module: Module, on: bool) -> None:
-        """Set the flag by which each gate of ``module`` asks for a checkpoint function."""
-        for name in self.gates:
-            _gate(module, name).gradient_checkpointing = on
+        for function in self.gates.ask(module, self):
+            self._say(
+                logging.WARNING,
+                f"the checkpoint function {getattr(function, '__qualname__', function)} that was "
+                "set on the model is replaced by the schedule",
+            )
 
     def intercept(self, module: Module) -> None:
         """Lead the calls of the blocks of ``module`` here."""
@@ -387,21 +388,10 @@ class Door:
         """Leave ``module``, and every copy of it that shared this door, as it was before."""
         for handle in self.handles:
             handle.remove()
-        flag, function = GATE_STATE
         for model in {module, *self._models}:
             for path in self.paths:
                 release(blocks_of(model, path))
-            for name, state in self.before.items():
-                gate = _gate(model, name)
-                for key in GATE_STATE:
-                    if key in state:
-                        setattr(gate, key, state[key])
-                    else:
-                        gate.__dict__.pop(key, None)
-            if any(state.get(flag) and not state.get(function) for state in self.before.values()):
-                # In a copy of the model: the stock function could not be copied with it.
-                enable: Any = model.enable_gradient_checkpointing
-                enable()
+            self.gates.restore(model)
 
     def _say_per_block(self, path: str, reason: str) -> None:
         self._say(logging.WARNING, f"{path} runs block by block: {reason}")
@@ -412,33 +402,12 @@ class Door:
             logger.log(level, message)
 
 
-_OF_ONE_PROCESS = ("_running", "_models")
-
-
 def _is_live(frame: FrameType) -> bool:
     """Whether ``frame`` is one of those that are running in this thread."""
     running: FrameType | None = sys._getframe(1)
     while running is not None and running is not frame:
         running = running.f_back
     return running is not None
-
-
-def _gate(module: Module, name: str) -> Any:
-    return module.get_submodule(name)
-
-
-def is_stock_function(function: Any) -> bool:
-    """Whether ``function`` is what diffusers itself sets on enable and disable."""
-    return (
-        function is None
-        or function is torch.utils.checkpoint.checkpoint
-        or getattr(function, "__module__", "") == "diffusers.models.modeling_utils"
-    )
-
-
-def _is_local(value: Any) -> bool:
-    """Whether ``value`` is a function made inside another one, which cannot be pickled."""
-    return "<locals>" in getattr(value, "__qualname__", "")
 
 
 def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:

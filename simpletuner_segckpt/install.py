@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from accelerate.utils import extract_model_from_parallel
@@ -10,9 +9,10 @@ from peft import PeftModel
 from torch._dynamo.eval_frame import OptimizedModule  # what accelerate itself looks for
 from torch.nn import Module
 
-from .door import GATE_STATE, Door, logger
+from .door import Door, logger
 from .errors import UnknownFamily, UnsupportedModel
 from .family import Family
+from .gates import Gates
 from .native import Settled, is_native, restore, settle
 from .planning import make_report
 from .registry import FamilyRegistry
@@ -185,44 +185,29 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
     return stacks | ({UNITS: len(units)} if units else {}), left_out
 
 
-def _install(base: Any, report: Report, family: Family | None, settings: Settings) -> Door:
-    gates = {name: m for name, m in base.named_modules() if hasattr(m, GATE_STATE[0])}
-    conditions = [
-        Condition("call", c.argument, c.reason, c.stacks)
-        for c in (family.conditions if family else ())
-    ]
+def _install(base: Module, report: Report, family: Family | None, settings: Settings) -> Door:
     has_door = getattr(base, "_supports_gradient_checkpointing", False)
     door = Door(
         report.stacks,
         settings.checkpointing,
         list(signature(type(base).forward).parameters)[1:],
-        list(gates),
-        conditions,
+        Gates(base),
+        [
+            Condition("call", c.argument, c.reason, c.stacks)
+            for c in (family.conditions if family else ())
+        ],
+        gap_blocks=[
+            blocks_of(base, stack.path)[index]
+            for stack in report.stacks
+            if stack.path != UNITS
+            for index in stack.gap
+        ],
         intercepts=bool(family and family.keyword_loop) or not has_door,
         carried=_carried(report, family),
         off=next((str(c) for c in report.conditions if c.off), ""),
     )
-    door.before = {
-        name: {key: gate.__dict__[key] for key in GATE_STATE if key in gate.__dict__}
-        for name, gate in gates.items()
-    }
-    for stack in door.stacks:
-        blocks = blocks_of(base, stack.path)
-        door.gap_blocks += [blocks[index] for index in stack.gap]
     try:
-        if door.off:
-            door.switch(base, False)
-        else:
-            door.claim(base)
-            if door.intercepts:
-                door.intercept(base)
-                door.switch(base, True)
-            else:
-                base.enable_gradient_checkpointing(gradient_checkpointing_func=door)
-        door.handles = [
-            base.register_forward_pre_hook(door.open, with_kwargs=True),
-            base.register_forward_hook(door.close, always_call=True),
-        ]
+        door.attach(base)
     except BaseException:
         door.detach(base)
         raise

@@ -12,7 +12,6 @@ import simpletuner_segckpt
 from simpletuner_segckpt.prove import step
 from simpletuner_segckpt.report import UNITS
 
-
 MICRO_BLOCKS = {
     "ResnetBlock2D",
     "BasicTransformerBlock",
