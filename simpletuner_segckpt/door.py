@@ -100,6 +100,7 @@ class Door:
         self.gap_blocks = list(gap_blocks)
         self._proven: dict[tuple[CallShape, str], Proof] = {}
         self._said: set[str] = set()
+        self._compiled_on = False  # of the forward that is being traced
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -154,7 +155,7 @@ class Door:
     def open_for_blocks(self) -> bool:
         """Whether a call of an intercepted block is to come through here."""
         if torch.compiler.is_compiling():
-            return not self.off and torch.is_grad_enabled()
+            return self._compiled_on and torch.is_grad_enabled()
         # A block that the model itself runs under a checkpoint call is left to that.
         forward = self._forward
         return forward is not None and inside_checkpoint() == forward.inside_checkpoint
@@ -197,6 +198,8 @@ class Door:
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
         if torch.compiler.is_compiling():
+            if self.intercepts and self._compiled_on:
+                self.gates.switch(module, True)
             return None
         running = self._running.get(threading.get_ident())
         if not running:
@@ -223,7 +226,8 @@ class Door:
     ) -> tuple[tuple, dict[str, Any]] | None:
         """A transformers model makes a KV cache unless it is told not to."""
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
-        given = self._named(args, kwargs).get("use_cache", wanted)
+        given = self._named(args, kwargs).get("use_cache")
+        given = wanted if given is None else given
         if "use_cache" not in self.parameters[len(args) :] or not given:
             return None
         message = (
@@ -291,6 +295,9 @@ class Door:
         """What this forward showed for those that follow."""
         planned = {stack.path: stack for stack in self.stacks}
         for run in forward.runs:
+            if run.cached:
+                message = "blocks that are given a KV cache run without being recomputed"
+                self._say(logging.WARNING, f"{run.stack.path}: {message}")
             if run not in forward.reached:
                 self._say(
                     logging.WARNING,
@@ -343,12 +350,16 @@ class Door:
 
     def _any_running(self) -> bool:
         """Whether a training forward of the model runs in any thread."""
+        for ident in self._running.keys() - {thread.ident for thread in threading.enumerate()}:
+            del self._running[ident]  # of a thread that was ended in the middle of one
         return any(record for running in list(self._running.values()) for _, record in running)
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
+        self._compiled_on = not self.off and self.gates.on(module)
         if self.gates.on(module):
-            self.gates.switch(module, not self.off and not self.intercepts)
+            # An intercepting door is reached by the loop's plain branch, until close.
+            self.gates.switch(module, self._compiled_on and not self.intercepts)
             self.gates.ask(module, self)
 
     # How apply() and remove() change the model.

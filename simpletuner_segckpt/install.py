@@ -1,5 +1,6 @@
 """Put a schedule on a model, and take it off again."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from inspect import signature
 from weakref import WeakKeyDictionary
@@ -12,7 +13,8 @@ from torch.nn import Module
 from .door import Door, logger
 from .errors import UnknownFamily, UnsupportedModel
 from .family import Family
-from .gates import Gates
+from .gates import FUNCTION, Gates
+from .intercept import DOOR
 from .native import Settled, is_native, restore, settle
 from .planning import make_report
 from .registry import FamilyRegistry
@@ -83,6 +85,7 @@ def apply(
                 f"{name} has none of the stacks of the family {described.family}: {paths}"
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
+    _refuse_shared(base, stacks)
     report = make_report(settings, described, stacks, left_out)
     for finding in settings.findings:
         logger.warning("%s", finding)
@@ -212,6 +215,19 @@ def _install(base: Module, report: Report, family: Family | None, settings: Sett
         door.detach(base)
         raise
     return door
+
+
+def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:
+    """Raises ``UnsupportedModel`` when a part of the model has a schedule of another model."""
+    own = _door_of(base)
+    blocks = [block for path in stacks if path != UNITS for block in blocks_of(base, path)]
+    doors = [getattr(module, FUNCTION, None) for module in base.modules()]
+    doors += [block.__dict__.get(DOOR) for block in blocks]
+    if any(isinstance(door, Door) and door is not own for door in doors):
+        raise UnsupportedModel(
+            f"a part of {type(base).__name__} has a schedule already, as a model of its own or as "
+            "part of another; remove() that one first"
+        )
 
 
 def _carried(report: Report, family: Family | None) -> dict[str, dict[str, int]] | None:

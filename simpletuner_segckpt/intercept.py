@@ -5,12 +5,14 @@ training forward of the model runs, a call of the block goes to the model's door
 keeps its blocks, its lists, and every test of identity or ``isinstance`` that it makes of them.
 """
 
+import copyreg
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, Protocol
 
 from torch.nn import Module
 
+from .errors import UnsupportedModel
 from .stacks import uncompiled
 
 DOOR = "_segckpt_door"  # the attribute of a block that holds its door
@@ -37,9 +39,19 @@ class Intercepted(Module):
             return super().__call__(*args, **kwargs)
         return door(self, *args, **kwargs)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Classes that register or refuse their subclasses are not to know of this one."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no name by which a pickle could find it; it is made anew.
-        return _new, (plain_class(type(self)),), self.__getstate__()
+        # A copy of a block, or of a model, is made of plain blocks. In a copy of a model that has
+        # a door, the door intercepts them again.
+        made = list(super().__reduce_ex__(protocol))
+        if made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            made[0] = _new  # pickle wants the object's very class for the other one
+        made[1] = tuple(plain_class(a) if a is type(self) else a for a in made[1])
+        if len(made) > 2 and isinstance(made[2], dict):
+            made[2] = {key: value for key, value in made[2].items() if key != DOOR}
+        return tuple(made)
 
 
 def intercept(blocks: Iterable[Any], door: Doorway) -> None:
@@ -76,9 +88,11 @@ def plain_class(cls: type) -> type:
 def _intercepted(cls: type) -> type:
     # Regional compilation and device maps go by the class's name.
     attributes = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (Intercepted, cls), attributes)
+    try:
+        return type(cls)(cls.__name__, (Intercepted, cls), attributes)
+    except TypeError as error:
+        raise UnsupportedModel(f"the blocks' class {cls.__name__}: {error}") from None
 
 
-def _new(cls: type) -> Module:
-    made: Any = _intercepted(cls)
-    return made.__new__(made)
+def _new(cls: Any, *args: Any) -> Any:
+    return cls.__new__(cls, *args)

@@ -16,7 +16,7 @@ link; neither is a boundary at which grad mode, autocast or the random state cha
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -204,6 +204,15 @@ class Arguments:
         return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
 
 
+def holds_cache(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a block is given a KV cache that it would write to, as transformers' layers are."""
+    return any(
+        hasattr(value, "update") and hasattr(value, "get_seq_length")
+        for value in (*args, *kwargs.values())
+        if value is not None and not isinstance(value, Tensor)
+    )
+
+
 def is_constant(value: Any) -> bool:
     """Whether ``value`` is an object of a kind that no loop changes in place."""
     return value is None or isinstance(value, _CONSTANTS)
@@ -259,8 +268,8 @@ def _devices() -> list[str]:
 
 @contextmanager
 def within(around: tuple[Any, ...]) -> Iterator[None]:
-    """Run with the autocast of ``surroundings``, without gradients."""
-    with torch.no_grad(), ExitStack() as stack:
+    """Run with the grad mode and the autocast that ``surroundings`` returned."""
+    with torch.set_grad_enabled(around[0]), ExitStack() as stack:
         for device, (enabled, dtype) in zip(_devices(), around[1:], strict=True):
             stack.enter_context(torch.autocast(device, dtype, enabled))
         yield

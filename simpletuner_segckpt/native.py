@@ -133,9 +133,10 @@ def _known_differences(config: CheckpointingConfig, family: Family | None) -> It
 
 
 def restore(model: Module, settled: Settled) -> None:
-    """Undo what the setters changed, and nothing else."""
-    for name, state in settled.before.items():
-        model.get_submodule(name).__dict__.update(state)
-    for name, keys in settled.added.items():
-        for key in keys:
-            model.get_submodule(name).__dict__.pop(key, None)
+    """Undo what the setters changed, and nothing else; modules that are gone stay gone."""
+    modules = dict(model.named_modules())
+    for name in settled.before.keys() & modules.keys():
+        modules[name].__dict__.update(settled.before[name])
+    for name in settled.added.keys() & modules.keys():
+        for key in settled.added[name]:
+            modules[name].__dict__.pop(key, None)

@@ -65,9 +65,11 @@ def _stack(model: Module, path: str, proof: Proof) -> dict[str, Any]:
     links = [boundary for boundary in proof.boundaries if isinstance(boundary, Link)]
     reasons = [boundary for boundary in proof.boundaries if isinstance(boundary, str)]
     found: dict[str, Any] = {"path": path, "block": type(blocks[0]).__name__}
+    config: Any = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else config
     counts = [
         key
-        for key, value in dict(getattr(model, "config", {}) or {}).items()
+        for key, value in (values.items() if isinstance(values, Mapping) else ())
         if isinstance(value, int) and not isinstance(value, bool) and value == len(blocks)
     ]
     if counts:  # the most telling of several keys with that value
@@ -123,8 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         model, inputs = getattr(importlib.import_module(module), name)()
         print(render(probe(model, inputs)), end="")
-    except (ImportError, AttributeError, TypeError, ValueError, SegckptError) as error:
-        print(f"segckpt probe: {options.source}: {error}", file=sys.stderr)
+    except Exception as error:  # the model and its inputs are somebody else's code
+        text = str(error) if isinstance(error, SegckptError) else f"{type(error).__name__}: {error}"
+        print(f"segckpt probe: {options.source}: {text}", file=sys.stderr)
         return 2
     return 0
 

@@ -51,8 +51,8 @@ class RecordingRun(StackRun):
     """Runs block by block and records what passes between the blocks.
 
     ``shape`` is the shape of call that the record will hold for. With ``replay``, segments are
-    also run once without gradients, on the recorded inputs, and must give the recorded results:
-    for models that nobody described, whose blocks may look at something else than arguments.
+    also run once on the recorded inputs and must give the recorded results: for models that
+    nobody described, whose blocks may look at something else than their arguments.
     """
 
     def __init__(self, stack: Stack, shape: tuple, replay: bool):
@@ -181,31 +181,38 @@ class RecordingRun(StackRun):
         ]
         proof = Proof.of(self.stack.schedule, boundaries)
         for segment in proof.schedule.segments if self._replay else ():
-            if len(segment) > 1 and not self._replays(segment, proof):
+            if len(segment) > 1 and (problem := self._try_out(segment, proof)):
                 for k in segment[:-1]:
-                    boundaries[k] = (
-                        f"run together, blocks {segment[0]} to {segment[-1]} give other values"
-                    )
+                    boundaries[k] = f"run together, blocks {segment[0]} to {segment[-1]} {problem}"
         self.abandon()
         return Proof.of(self.stack.schedule, boundaries)
 
-    def _replays(self, segment: range, proof: Proof) -> bool:
-        """Whether ``segment`` gives, from its recorded inputs, what its last block returned."""
+    def _try_out(self, segment: range, proof: Proof) -> str:
+        """What is wrong when ``segment`` runs from its recorded inputs; empty when nothing is."""
         arguments, around, states = self._inputs[segment[0]]
+        blocks = self.stack.blocks[segment.start : segment.stop]
+        # The schedule was cut wherever a boundary is no link.
+        links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
+        buffers = [(b, b.clone()) for block in blocks for b in block.buffers()]
         now = random_states()
         set_random_states(states)
         try:
             with within(around):
-                links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
-                calls = [original_call(b) for b in self.stack.blocks[segment.start : segment.stop]]
+                calls = [original_call(block) for block in blocks]
                 result = run_segment(calls, links, arguments.spec, *arguments.leaves)
+        except Exception as error:  # whatever a block does when it runs once more
+            return f"raise {type(error).__name__}"
         finally:
             set_random_states(now)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
         leaves, recorded = map(pytree.tree_leaves, (result, self._results[segment[-1]]))
-        return len(leaves) == len(recorded) and all(
+        same = len(leaves) == len(recorded) and all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
             for a, b in zip(leaves, recorded, strict=True)
         )
+        return "" if same else "give other values"
 
 
 def _named(carried: Mapping[str, int]) -> str:

@@ -3,7 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,24 +36,13 @@ class FamilyRegistry:
         """The shipped families, those of installed packages, and those in ``folders``.
 
         A package adds its own with an entry point in the group
-        ``simpletuner_segckpt.families`` that loads to a ``Family``, several of them, or the
-        path of a folder of TOML files. Raises ``FamilyError`` for one that loads to
+        ``simpletuner_segckpt.families`` that loads to a ``Family``, a list of them, or the path
+        of a folder of TOML files. Raises ``FamilyError`` for one that loads to
         something else.
         """
         registry = cls.shipped()
         for point in entry_points(group=ENTRY_POINTS):
-            loaded = point.load()
-            if isinstance(loaded, (str, Path)):
-                registry.add_folder(loaded)
-            elif isinstance(loaded, Family):
-                registry.add(loaded)
-            elif isinstance(loaded, Iterable):
-                registry.add(*loaded)
-            else:
-                raise FamilyError(
-                    f"entry point {point.name} in {ENTRY_POINTS} loads to a "
-                    f"{type(loaded).__name__}; it must be a Family, several, or a folder"
-                )
+            registry.add(*_loaded(point))
         for folder in folders:
             registry.add_folder(folder)
         return registry
@@ -63,10 +52,7 @@ class FamilyRegistry:
 
     def add_folder(self, folder: str | Path) -> None:
         """Add every TOML file of ``folder``. Raises ``FamilyError`` for one that is wrong."""
-        path = Path(folder)
-        if not path.is_dir():
-            raise FamilyError(f"{path} is not a folder of family files")
-        self.add(*read_folder(path))
+        self.add(*_folder(folder))
 
     def __iter__(self) -> Iterator[Family]:
         return reversed(self._families)
@@ -116,6 +102,31 @@ class FamilyRegistry:
     def names(self) -> list[str]:
         """Every ``model_family`` value that is known, without aliases, sorted."""
         return sorted({family.family for family in self._families})
+
+
+def _loaded(point: EntryPoint) -> list[Family]:
+    """The families of an entry point."""
+    where = f"entry point {point.name} in {ENTRY_POINTS}"
+    try:
+        loaded = point.load()
+    except Exception as error:  # somebody else's code
+        raise FamilyError(f"{where}: {type(error).__name__}: {error}") from None
+    if isinstance(loaded, (str, Path)):
+        return _folder(loaded)
+    families = [loaded] if isinstance(loaded, Family) else loaded
+    if isinstance(families, (list, tuple)) and all(isinstance(f, Family) for f in families):
+        return list(families)
+    raise FamilyError(
+        f"{where} loads to a {type(loaded).__name__}; it must be a Family, a list of them, or the "
+        "path of a folder"
+    )
+
+
+def _folder(folder: str | Path) -> list[Family]:
+    path = Path(folder)
+    if not path.is_dir():
+        raise FamilyError(f"{path} is not a folder of family files")
+    return read_folder(path)
 
 
 def read_folder(folder: Traversable) -> list[Family]:

@@ -31,6 +31,7 @@ from .links import (
     attributes,
     changed_attribute,
     hand_out,
+    holds_cache,
     plain_tree,
     read,
     surroundings,
@@ -83,6 +84,7 @@ class StackRun:
         self.stack = stack
         self.reason = reason
         self.spans: list[Span] = []
+        self.cached = False  # whether blocks ran plainly for the sake of a KV cache
         self.segment_of = {block: s for s in stack.schedule.segments for block in s}
 
     def step(self, index: int, args: tuple, kwargs: dict) -> Any:
@@ -92,6 +94,8 @@ class StackRun:
     def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
+        if covered and holds_cache(args, kwargs):
+            covered, self.cached = False, True  # a recompute would fill it once more
         self.spans.append(Span(range(index, index + 1), covered))
         call = original_call(self.stack.blocks[index])
         return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)

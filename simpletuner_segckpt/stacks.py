@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList
 
 from .family import matches
@@ -40,7 +41,8 @@ def candidate_stacks(model: Module) -> dict[str, int]:
         blocks = [uncompiled(block) for block in module]
         if len(blocks) < 2 or len({type(block) for block in blocks}) > 1:
             continue
-        callable_ = type(blocks[0]).forward is not Module.forward
+        kind = type(blocks[0])
+        callable_ = kind.forward is not Module.forward and not issubclass(kind, ScriptModule)
         if callable_ and any(blocks[0].children()) and len(set(blocks)) == len(blocks):
             found[path] = len(blocks)
     return found

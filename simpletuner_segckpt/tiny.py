@@ -16,12 +16,12 @@ from .family import Tiny
 
 
 def load_class(path: str) -> type[torch.nn.Module]:
-    """The class at a dotted path. Raises ``ImportError`` when it is not installed."""
+    """The class at a dotted path. Raises ``ImportError`` when it cannot be had, for any reason."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
-    except AttributeError:
-        raise ImportError(f"{module} has no {name}") from None
+    except Exception as error:  # a module that raises while it is imported
+        raise ImportError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
 
 
 def missing_needs(tiny: Tiny) -> list[str]:
@@ -29,8 +29,15 @@ def missing_needs(tiny: Tiny) -> list[str]:
     return [
         need
         for need in tiny.needs
-        if not (torch.cuda.is_available() if need == "cuda" else find_spec(need))
+        if not (torch.cuda.is_available() if need == "cuda" else _is_installed(need))
     ]
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def make_model(tiny: Tiny, seed: int = 0, **config: Any) -> torch.nn.Module:

@@ -275,3 +275,77 @@ def test_json_of_a_config_with_blocks_per_stack(tmp_path, capsys):
     assert stacks["mid_block.attentions.0.transformer_blocks"]["blocks"] == 10
     assert stacks["units"]["strategy"] == "per-block"
     assert stacks["units"]["gap"][-1] == stacks["units"]["blocks"] - 1
+
+
+SOURCES = """
+import torch
+from torch import nn
+from toys import Block, WithDoor, toy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def raises():
+    raise RuntimeError("no data")
+
+
+def bad_shapes():
+    model, inputs = toy(WithDoor)
+    return model, inputs | {"temb": torch.ones(3, 3, 3)}
+
+
+def frozen():
+    model, inputs = toy(WithDoor)
+    return model.requires_grad_(False), inputs
+
+
+def no_tensors():
+    class Silent(WithDoor):
+        def forward(self, hidden_states, temb):
+            return None
+
+    return toy(Silent)
+
+
+def llama():
+    config = LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=6,
+                         num_attention_heads=2, intermediate_size=32)
+    return LlamaForCausalLM(config), {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    (tmp_path / "sources.py").write_text(SOURCES)
+    (tmp_path / "broken.py").write_text("raise KeyError('broken')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("sources", None)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["sources:raises", "sources:bad_shapes", "sources:frozen", "sources:no_tensors", "broken:x"],
+)
+def test_probing_what_does_not_work_is_one_line(sources, source, capsys):
+    assert import_module("simpletuner_segckpt.probing").main([source]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"segckpt probe: {source}: ")
+    assert "Traceback" not in err
+
+
+def test_probing_a_transformers_model(sources, capsys):
+    assert import_module("simpletuner_segckpt.probing").main(["sources:llama"]) == 0
+    out = capsys.readouterr().out
+    assert 'path = "model.layers"' in out
+    assert 'count = "num_hidden_layers"' in out
+
+
+@pytest.mark.parametrize("path", ["Nodots", ".rel.X", "broken.X", "sources.Gone"])
+def test_classes_that_cannot_be_imported_are_not_installed(sources, path):
+    flux = family("flux")
+    tiny = flux.tiny[0].model_copy(update={"model_class": path})
+    assert check_tiny(flux, tiny).verdict == "not installed"
+    needy = flux.tiny[0].model_copy(update={"needs": ("no_package.inside",)})
+    assert check_tiny(flux, needy).verdict == "not installed"

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import pickle
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -655,3 +657,177 @@ def test_a_disabled_model_has_no_stale_effect():
     step(model, inputs)
     assert installation.effect.stacks == ()
     assert installation.effect.conditions[0].off
+
+
+# Trying segments out, in models that nobody described.
+
+
+class NeedsGradients(Block):
+    def forward(self, hidden_states, temb):
+        assert torch.is_grad_enabled()
+        return super().forward(hidden_states, temb)
+
+
+class Statistics(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, hidden_states, temb):
+        self.seen += 1
+        return super().forward(hidden_states, temb)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trying_out_has_the_grad_mode_of_the_forward(kind):
+    model, inputs = variant(kind, kind.forward, NeedsGradients)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == WIDE
+
+
+def test_trying_out_a_block_that_raises_is_no_error():
+    class OnlyInTheLoop(Block):
+        def forward(self, hidden_states, temb):
+            if not self.__dict__["model"][0].in_loop:
+                raise RuntimeError("not in the loop")
+            return super().forward(hidden_states, temb)
+
+    def in_loop(self, hidden_states, temb):
+        self.in_loop = True
+        for block in self.blocks:
+            hidden_states = self.run(block, hidden_states, temb)
+        self.in_loop = False
+        return self.out(hidden_states)
+
+    model, inputs = variant(WithDoor, in_loop, OnlyInTheLoop)
+    for block in model.blocks:
+        block.__dict__["model"] = [model]
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        model(**inputs)
+    assert installation.effect["blocks"].segments == alone(*range(6))
+    assert "raise RuntimeError" in installation.effect["blocks"].reason
+
+
+def test_trying_out_leaves_buffers_alone():
+    model, inputs = variant(WithDoor, WithDoor.forward, Statistics)
+    simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(3):
+        model(**inputs)
+    assert [block.seen.item() for block in model.blocks] == [3.0] * 6
+
+
+# Classes and copies of intercepted blocks.
+
+
+def test_classes_that_keep_an_eye_on_their_subclasses():
+    registry = {}
+
+    class Registered(Block):
+        def __init_subclass__(cls, **kwargs):
+            super().__init_subclass__(**kwargs)
+            registry[cls.__name__] = cls
+
+    class Leaf(Registered):
+        pass
+
+    class Final(Block):
+        def __init_subclass__(cls, **kwargs):
+            raise TypeError("final")
+
+    for block in (Leaf, Final):
+        model, inputs = variant(Doorless, Doorless.forward, block)
+        expected = step(model, inputs)
+        installation = simpletuner_segckpt.apply(model, keys(2))
+        for _ in range(2):
+            assert step(model, inputs) == expected
+        assert installation.effect["blocks"].segments == WIDE
+    assert registry == {"Leaf": Leaf}
+
+
+def test_a_copy_of_one_block_is_a_plain_block():
+    model, inputs = toy(Doorless)
+    size = len(pickle.dumps(model.blocks[0]))
+    model.register_forward_hook(lambda *_: None)  # cannot be pickled, and need not be
+    simpletuner_segckpt.apply(model, keys(2))
+    step(model, inputs)
+    assert len(pickle.dumps(model.blocks[0])) < size + 100
+    for twin in (copy.deepcopy(model.blocks[0]), pickle.loads(pickle.dumps(model.blocks[0]))):
+        assert type(twin) is Block
+        assert "_segckpt_door" not in twin.__dict__
+
+
+# Two schedules on one model.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["inner", "outer"])
+def test_a_second_schedule_on_a_part_of_a_model_is_refused(kind, first):
+    class Wrapper(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, **inputs):
+            return self.model(**inputs)
+
+    inner, inputs = toy(kind)
+    outer = Wrapper(inner)
+    one, other = (inner, outer) if first == "inner" else (outer, inner)
+    before = {name: dict(m.__dict__) for name, m in outer.named_modules()}
+    expected = step(outer, inputs)
+    installation = simpletuner_segckpt.apply(one, keys(2))
+    with pytest.raises(simpletuner_segckpt.UnsupportedModel, match="remove.. that one first"):
+        simpletuner_segckpt.apply(other, keys(3))
+    for _ in range(2):
+        assert step(outer, inputs) == expected
+    installation.remove()
+    assert {name: dict(m.__dict__) for name, m in outer.named_modules()} == before
+    simpletuner_segckpt.apply(other, keys(3))
+    for _ in range(2):
+        assert step(outer, inputs) == expected
+
+
+# Keyword loops: their flag is off while their forward runs.
+
+
+def test_a_keyword_loop_compiled_and_then_not():
+    model, inputs = model_and_inputs("auraflow")
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    graph, regions = compiled(model)
+    blocks = sum(stack.blocks for stack in installation.report.stacks)
+    for _ in range(2):
+        torch.testing.assert_close(step(model, inputs, run=graph).gradients, expected.gradients)
+    assert regions[0] == blocks
+    assert model.is_gradient_checkpointing
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert len(installation.effect.stacks) == 2
+    model.disable_gradient_checkpointing()
+    step(model, inputs, run=graph)
+    assert regions[-1] == 0
+
+
+def test_a_thread_that_ends_in_the_middle_of_a_forward():
+    model, inputs = model_and_inputs("auraflow")
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    block = model.single_transformer_blocks[1]
+
+    def leave(*_, **__):
+        raise SystemExit
+
+    block.forward = leave
+    thread = threading.Thread(target=model, kwargs=inputs)
+    thread.start()
+    thread.join()
+    del block.forward
+    model.disable_gradient_checkpointing()
+    step(model, inputs)
+    assert installation.effect.stacks == ()
+    model.enable_gradient_checkpointing()
+    step(model, inputs)
+    assert len(installation.effect.stacks) == 2

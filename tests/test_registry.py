@@ -176,5 +176,5 @@ def test_entry_points(monkeypatch, folder):
     provide("one", "several", "folder")
     assert {"extra", "second", "toy", "flux"} <= set(FamilyRegistry.default().names())
     provide("nonsense")
-    with pytest.raises(FamilyError, match="nonsense in .* loads to a int"):
+    with pytest.raises(FamilyError, match="nonsense in .* loads to a int; it must be"):
         FamilyRegistry.default()

@@ -134,3 +134,32 @@ def test_frozen_first_layers(case):
     simpletuner_segckpt.apply(model, keys(2))
     for _ in range(3):
         assert step(model, inputs) == expected
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_filled_cache_is_never_filled_again(training, implementation, caplog):
+    """A recompute would append to it once more, also block by block: such blocks run plainly."""
+    torch.manual_seed(0)
+    model, path = llama()
+    model.config._attn_implementation = implementation
+    model.config.attention_dropout = 0.0
+    model.train(training)
+    tokens = torch.randint(0, 50, (1, 9))
+
+    def run(**_):
+        with torch.no_grad():
+            cache = model(tokens[:, :4], use_cache=True).past_key_values
+        return model(tokens[:, 4:], past_key_values=cache, use_cache=True).logits
+
+    expected = step(model, {}, run=run)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, {}, run=run) == expected
+    assert installation.effect[path].covered == ()
+    assert "blocks that are given a KV cache run without being recomputed" in caplog.text
+    plain = {"input_ids": tokens, "use_cache": None}
+    model.config.use_cache = True
+    for _ in range(3):
+        step(model, plain)
+    assert installation.effect[path].segments == (range(0, 2), range(2, 4), range(4, 6))
