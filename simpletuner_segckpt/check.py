@@ -238,9 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(checks)
     verdicts = Counter(check.verdict for check in checks)
     proven = {c.model_class for c in checks if c.verdict in ("segmented", "per-block")}
+    not_proven = verdicts["not installed"] + verdicts["not proven"]
     print(
-        f"{len(proven)} classes proven, {verdicts['drifted']} drifted, "
-        f"{verdicts['not installed'] + verdicts['not proven']} not proven here"
+        f"classes: {len(proven)} proven, {verdicts['drifted']} drifted, {not_proven} not proven here"
     )
     return int(verdicts["drifted"] > 0)
 

@@ -124,7 +124,7 @@ def test_apply_on_a_class_that_drifted_runs_per_block_and_says_why(changed_wan, 
 def test_the_command(capsys):
     assert check_module.main(["flux", "controlnet_flux", "mageflow"]) == 0
     out = capsys.readouterr().out
-    assert "2 classes proven, 0 drifted, 1 not proven here" in out
+    assert "classes: 2 proven, 0 drifted, 1 not proven here" in out
     assert check_module.main(["fluxx"]) == 2
     assert check_module.main([]) == 2
     assert "name families, or pass --all" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_a_family_of_ones_own(tmp_path, capsys):
         )
     )
     assert check_module.main(["toy", "--families", str(tmp_path)]) == 0
-    assert "1 classes proven" in capsys.readouterr().out
+    assert "classes: 1 proven, 0 drifted" in capsys.readouterr().out
 
 
 # The matrix.
