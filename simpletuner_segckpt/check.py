@@ -238,10 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(checks)
     verdicts = Counter(check.verdict for check in checks)
     proven = {c.model_class for c in checks if c.verdict in ("segmented", "per-block")}
-    not_proven = verdicts["not installed"] + verdicts["not proven"]
-    print(
-        f"classes: {len(proven)} proven, {verdicts['drifted']} drifted, {not_proven} not proven here"
-    )
+    drifted, others = verdicts["drifted"], verdicts["not installed"] + verdicts["not proven"]
+    print(f"classes: {len(proven)} proven, {drifted} drifted, {others} not proven here")
     return int(drifted > 0)
 
 
