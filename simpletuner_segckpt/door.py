@@ -272,13 +272,15 @@ class Door:
         stack = Stack(planned.path, planned.schedule, blocks, checkpoint, carried)
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:
-            found.append(
+            changed = (
                 f"it has {len(blocks)} blocks now and had {planned.blocks} when the schedule was "
                 "installed; call apply() again"
             )
+            self._say(logging.WARNING, f"{planned.path}: {changed}")
+            found.append(changed)
         if planned.strategy == "segmented" and not found:
             found += map(str, model_conditions(planned.path, blocks))
-        if found:
+        if found and planned.strategy == "segmented":
             self._say_per_block(planned.path, found[0])
         if found or planned.strategy != "segmented":
             return StackRun(stack, found[0] if found else planned.reason)

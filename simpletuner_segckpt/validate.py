@@ -130,6 +130,8 @@ def _counts(
         origin, known = f"block counts of the published size {size}", family.counts_of_size(size)
     else:
         origin, known = "block counts as given", {}
+    if blocks:
+        origin += f"; those of {', '.join(blocks)} as given"
     known |= blocks
     unknown = [p for p in blocks if p != UNITS and not any(s.describes(p) for s in family.stacks)]
     if unknown:

@@ -111,6 +111,24 @@ def test_remove_restores_what_was_enabled(case):
         assert linear_calls(model, path, inputs) == {2 if native else 1}
 
 
+def test_the_layers_that_the_library_itself_was_told_to_checkpoint_come_back(case):
+    model, path, inputs = case
+    model.train()
+    inputs = without_cache(model, inputs)
+    model.activation_checkpointing_enable(every_n_layers=2)
+    flags = [layer.gradient_checkpointing for layer in model.get_submodule(path)]
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    assert sorted(flags) == [False] * 3 + [True] * 3
+    installation = simpletuner_segckpt.apply(model, keys(3))
+    for _ in range(2):
+        step(model, inputs)
+    assert installation.effect[path].covered == tuple(range(6))
+    assert linear_calls(model, path, inputs) == {2}
+    installation.remove()
+    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+    assert linear_calls(model, path, inputs) == {1, 2}
+
+
 def test_generation_keeps_its_cache():
     torch.manual_seed(0)
     model = llama()[0].eval()

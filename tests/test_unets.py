@@ -1,14 +1,16 @@
-"""UNets: the same micro-blocks on every step; and arguments that upstream drops on the way."""
+"""Models that are unlike the others: UNets, loops that drop arguments, a ControlNet in parts."""
 
 from collections import Counter
 
 import pytest
 import torch
+from diffusers import ZImageControlNetModel
 from diffusers.models.attention_processor import AuraFlowAttnProcessor2_0
 from toys import WithDoor, toy
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
+from simpletuner_segckpt.measure import SavedBytes
 from simpletuner_segckpt.prove import step
 from simpletuner_segckpt.report import UNITS
 
@@ -175,3 +177,55 @@ def test_chroma_gets_its_attention_mask_and_lora_scale(keys_):
     for _ in range(3):
         assert step(model, inputs) == expected
     assert {stack.strategy for stack in installation.effect.stacks} == {"per-block"}
+
+
+@pytest.mark.parametrize("interval", [1, 2, 9])
+def test_z_image_controlnet(interval):
+    """It shares the refiners of the transformer that it is built on; the hints are carried."""
+    transformer, inputs = model_and_inputs("z_image")
+    torch.manual_seed(0)
+    model = ZImageControlNetModel(
+        control_layers_places=[0, 1, 2, 3, 4],
+        control_refiner_layers_places=[0, 2],
+        control_in_dim=4,
+        add_control_noise_refiner="control_noise_refiner",
+        dim=32,
+        n_refiner_layers=5,
+        n_heads=2,
+        n_kv_heads=2,
+    )
+    model = ZImageControlNetModel.from_transformer(model, transformer).train()
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.05)
+    model.gradient_checkpointing = False  # the class forgets to set it
+    inputs = {name: inputs[name] for name in ("x", "t", "cap_feats")}
+    inputs["control_context"] = [torch.randn(4, 1, 8, 8) for _ in range(2)]
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(interval))
+    assert installation.report.family == "controlnet_z_image"
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    effect = installation.effect
+    wide = tuple(range(s, min(s + interval, 5)) for s in range(0, 5, interval))
+    for path in ("control_layers", "control_noise_refiner", "context_refiner"):
+        assert effect[path].segments == wide
+    assert effect["noise_refiner"].covered == (0, 1, 2, 3, 4)
+    # A hint is added after blocks 0 and 2.
+    assert not any(0 in s[:-1] or 2 in s[:-1] for s in effect["noise_refiner"].segments)
+
+
+def test_a_unet_keeps_no_more_than_with_its_own_checkpointing():
+    model, inputs = model_and_inputs("sdxl")
+
+    def kept():
+        with SavedBytes(model) as saved:
+            model(**inputs)
+        return saved.total
+
+    model.enable_gradient_checkpointing()
+    native = kept()
+    for interval in (1, 2):
+        simpletuner_segckpt.apply(model, keys(interval) | {"model_family": "sdxl"})
+        step(model, inputs)
+        assert kept() <= native
