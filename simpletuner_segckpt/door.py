@@ -126,6 +126,14 @@ class Door:
         """By stack path, what the latest recorded forward showed."""
         return {path: proof for (_, path), proof in self._proven.items()}
 
+    @property
+    def last_effect(self) -> Effect | None:
+        """What the last training forward did; of one in a compiled graph, that it was one."""
+        if self.effect is None and self._compiled_on:
+            reason = "compiled as a whole: covered blocks are recomputed one by one, unobserved"
+            return Effect((), (Condition("model", "torch.compile", reason),))
+        return self.effect
+
     # Called from the model's loop.
 
     def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -359,6 +367,7 @@ class Door:
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
         self._compiled_on = not self.off and self.gates.on(module)
+        self.effect = None  # see ``last_effect``
         if self.gates.on(module):
             # An intercepting door is reached by the loop's plain branch, until close.
             self.gates.switch(module, self._compiled_on and not self.intercepts)

@@ -39,10 +39,11 @@ class Installation:
     def effect(self) -> Effect | None:
         """What the last training forward really did; None before the first one.
 
-        Forwards without gradients, and those inside a compiled graph, leave it as it is. Of a
-        class with its own setters (strategy ``native``) nothing is observed.
+        Forwards without gradients leave it as it is. Of a forward in a graph that was compiled as
+        a whole it says just that, and of a class with its own setters (strategy ``native``)
+        nothing is observed.
         """
-        return self._owner.effect if isinstance(self._owner, Door) else None
+        return self._owner.last_effect if isinstance(self._owner, Door) else None
 
     @property
     def proofs(self) -> dict[str, Proof]:

@@ -542,17 +542,21 @@ def test_compiled_as_a_whole(kind, first):
     model, inputs = toy(kind)
     expected = step(model, inputs)
     if first != "compile":
-        simpletuner_segckpt.apply(model, keys(2, 4))
+        installation = simpletuner_segckpt.apply(model, keys(2, 4))
     if first == "prove":
         for _ in range(2):
             step(model, inputs)
     graph, regions = compiled(model)
     if first == "compile":
-        simpletuner_segckpt.apply(graph, keys(2, 4))
+        installation = simpletuner_segckpt.apply(graph, keys(2, 4))
     for _ in range(2):
         got = step(model, inputs, run=graph)
         torch.testing.assert_close(got.gradients, expected.gradients)
     assert regions == [4]  # blocks 0, 1, 4 and 5; compiled once
+    assert [c.name for c in installation.effect.conditions] == ["torch.compile"]
+    for _ in range(2):
+        step(model, inputs)
+    assert installation.effect["blocks"].segments == (range(0, 2), range(4, 6))
 
 
 @pytest.mark.parametrize("kind", KINDS)
