@@ -22,6 +22,7 @@ from torch.nn import Module
 from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack, Tiny
 from .install import Installation, apply
+from .output import command, refuse
 from .prove import Step, counted, step
 from .registry import FamilyRegistry
 from .report import UNITS
@@ -214,6 +215,7 @@ def print_table(checks: Iterable[Check]) -> None:
     Console(markup=False).print(table)
 
 
+@command("check")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="segckpt check", description="Prove families on the installed versions."
@@ -227,13 +229,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         registry = FamilyRegistry.default(options.families)
         families = [f for name in options.names for f in registry.named(name)]
     except (FamilyError, UnknownFamily) as error:
-        print(f"segckpt check: {error}", file=sys.stderr)
-        return 2
+        return refuse("check", str(error))
     if options.all:
         families = sorted(registry, key=lambda family: family.title.lower())
     if not families:
-        print("segckpt check: name families, or pass --all", file=sys.stderr)
-        return 2
+        return refuse("check", "name families, or pass --all")
     checks = _run(families)
     print_table(checks)
     verdicts = Counter(check.verdict for check in checks)

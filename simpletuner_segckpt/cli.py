@@ -1,6 +1,5 @@
 """The ``segckpt`` command: one subcommand per module with a ``main``."""
 
-import os
 import sys
 from importlib import import_module
 from importlib.metadata import version
@@ -17,7 +16,8 @@ COMMANDS = {
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        return _run(name, arguments)
+        code: int = import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
+        return code
     usage = "usage: segckpt COMMAND ...\n\ncommands:\n" + "\n".join(
         f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items()
     )
@@ -29,15 +29,3 @@ def main() -> int:
         return 0
     print(f"segckpt: there is no command {name!r}\n{usage}", file=sys.stderr)
     return 2
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    try:
-        code: int = import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
-        sys.stdout.flush()
-    except OSError as error:  # a full disk, a closed pipe
-        # What is left in the buffer would be written, and fail again, at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"segckpt {name}: the output cannot be written ({error.strerror})", file=sys.stderr)
-        return 2
-    return code

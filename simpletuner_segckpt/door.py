@@ -193,15 +193,23 @@ class Door:
             if interrupted is not None:
                 interrupted.abandon()
         forward = None
+        arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         if torch.is_grad_enabled() and self._enabled(module):
-            forward = self._plan(module, self._named(args, kwargs))
+            forward = self._plan(module, arguments)
         running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
         if forward is None:
             return None
         if self.intercepts:
             self.gates.switch(module, False)  # until close: the loop takes its plain branch
-        return self._without_cache(module, args, kwargs)
+        if "use_cache" in self.parameters[len(args) :] and self._would_cache(module, arguments):
+            self._say(
+                logging.WARNING,
+                "use_cache is off while gradient checkpointing trains: "
+                "recompute would fill it again",
+            )
+            return args, kwargs | {"use_cache": False}
+        return None
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
@@ -226,27 +234,14 @@ class Door:
 
     # What they need.
 
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(self.parameters, args, strict=False)) | kwargs
-
-    def _without_cache(
-        self, module: Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        """A transformers model makes a KV cache unless it is told not to."""
+    @staticmethod
+    def _would_cache(module: Module, arguments: Mapping[str, Any]) -> bool:
+        """Whether a transformers model would make a KV cache, as it does unless told not to."""
+        given = arguments.get("use_cache")
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
-        given = self._named(args, kwargs).get("use_cache")
-        given = wanted if given is None else given
-        if "use_cache" not in self.parameters[len(args) :] or not given:
-            return None
-        message = (
-            "use_cache is off while gradient checkpointing trains: recompute would fill it again"
-        )
-        self._say(logging.WARNING, message)
-        return args, kwargs | {"use_cache": False}
+        return bool(wanted if given is None else given)
 
-    def _end(
-        self, module: Module, running: list[tuple[FrameType, Forward | None]]
-    ) -> Forward | None:
+    def _end(self, module: Module, running: Running) -> Forward | None:
         """Take the innermost forward off this thread's list."""
         forward = running.pop()[1]
         if not running:
@@ -258,14 +253,15 @@ class Door:
     def _plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
         """How the blocks of a training forward with these arguments run."""
         conditions = call_conditions(self.conditions, arguments)
-        if inside_checkpoint():
+        inside = inside_checkpoint()
+        if inside:
             reason = "the whole model runs inside another checkpoint call"
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
         shape = call_shape(arguments, module.training)
         checkpoint = with_lora_scale(module) if has_lora_scale(arguments) else self.checkpoint
         runs = [self._run(module, s, checkpoint, conditions, shape) for s in self.stacks]
         units = UnitsRun(self.units, checkpoint, self.config.interval, self.stride)
-        return Forward(runs, units, conditions, inside_checkpoint())
+        return Forward(runs, units, conditions, inside)
 
     def _run(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack
+from .output import command, refuse
 from .registry import FamilyRegistry
 
 COLUMNS = ("family", "model_family", "class", "stacks", "feed-forward", "attention", "proven")
@@ -133,6 +134,7 @@ def print_table(families: Iterable[Family]) -> None:
     Console(markup=False).print(table)
 
 
+@command("families")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="segckpt families", description="Show which model families are supported, and how."
@@ -147,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join("\n".join(page(family)) for family in registry.named(options.name)))
             return 0
     except (FamilyError, UnknownFamily) as error:
-        print(f"segckpt families: {error}", file=sys.stderr)
-        return 2
+        return refuse("families", str(error))
     if options.markdown:
         print(document(registry), end="")
     else:

@@ -200,12 +200,7 @@ def _install(base: Module, report: Report, family: Family | None, settings: Sett
             Condition("call", c.argument, c.reason, c.stacks)
             for c in (family.conditions if family else ())
         ],
-        gap_blocks=[
-            blocks_of(base, stack.path)[index]
-            for stack in report.stacks
-            if stack.path != UNITS
-            for index in stack.gap
-        ],
+        gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not has_door,
         carried=_carried(report, family),
         off=next((str(c) for c in report.conditions if c.off), ""),
@@ -216,6 +211,16 @@ def _install(base: Module, report: Report, family: Family | None, settings: Sett
         door.detach(base)
         raise
     return door
+
+
+def _gap_blocks(base: Module, report: Report) -> list[Module]:
+    """The blocks of every stack that run normally."""
+    found: list[Module] = []
+    for stack in report.stacks:
+        if stack.path != UNITS:
+            blocks = blocks_of(base, stack.path)
+            found += [blocks[index] for index in stack.gap]
+    return found
 
 
 def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:

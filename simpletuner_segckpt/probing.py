@@ -19,6 +19,7 @@ from .errors import SegckptError
 from .family import Family
 from .install import apply
 from .links import Link
+from .output import command, refuse
 from .prove import loss_of
 from .registry import FamilyRegistry
 from .segments import Proof
@@ -109,6 +110,7 @@ def render(family: Family) -> str:
     return tomlkit.dumps(document)
 
 
+@command("probe")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="segckpt probe",
@@ -127,8 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(render(probe(model, inputs)), end="")
     except Exception as error:  # the model and its inputs are somebody else's code
         text = str(error) if isinstance(error, SegckptError) else f"{type(error).__name__}: {error}"
-        print(f"segckpt probe: {options.source}: {text}", file=sys.stderr)
-        return 2
+        return refuse("probe", f"{options.source}: {text}")
     return 0
 
 

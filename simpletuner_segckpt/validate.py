@@ -5,9 +5,7 @@ No torch is imported.
 """
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from .configfile import ConfigFile, read_config_file
 from .errors import FamilyError, UnknownFamily
 from .family import Family
 from .findings import RULES, Finding
+from .output import command, refuse
 from .planning import make_report
 from .registry import FamilyRegistry
 from .report import UNITS, Report
@@ -296,11 +295,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@command("validate")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if sys.stdout is None:
-        return _cannot("standard output is closed")
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         registry = FamilyRegistry.default(options.families)
         if options.family:
@@ -312,22 +309,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in options.files
         ]
     except (UsageError, FamilyError, UnknownFamily) as error:
-        return _cannot(printable(str(error)))
-    try:
-        PRINTERS[options.output_format](checked)
-        sys.stdout.flush()
-    except OSError as error:  # a full disk, a closed pipe
-        # What is left in the buffer would be written, and fail again, at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _cannot(f"the output cannot be written ({error.strerror})")
+        return refuse("validate", printable(str(error)))
+    PRINTERS[options.output_format](checked)
     return max(result.exit_code for result in checked)
-
-
-def _cannot(reason: str) -> int:
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(f"segckpt validate: {reason}", file=sys.stderr)
-    return 2
 
 
 def _stack_and_count(option: str) -> tuple[str, int]:

@@ -3,13 +3,12 @@
 import inspect
 import json
 import sys
-import textwrap
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from toys import Collects, Doorless, WithDoor, toy
+from toys import TOY_FAMILY, Collects, Doorless, WithDoor, toy
 from training import REGISTRY, family, keys, model_and_inputs
 
 import simpletuner_segckpt
@@ -139,25 +138,14 @@ def test_a_drift_is_exit_code_1(monkeypatch, changed_wan, capsys):
 
 def test_a_family_of_ones_own(tmp_path, capsys):
     """One TOML file, no code: for `check`, as for `validate` and `apply` (test_registry)."""
-    (tmp_path / "toy.toml").write_text(
-        textwrap.dedent(
-            """
-            family = "toy"
-            title = "Toy"
-            classes = ["toys.WithDoor"]
-            [[stacks]]
-            path = "blocks"
-            block = "Block"
-            count = "depth"
-            carried = { hidden_states = "return" }
-            [[tiny]]
-            class = "toys.WithDoor"
-            [tiny.inputs]
-            hidden_states = { shape = [2, 5, 8] }
-            temb = { shape = [2, 1, 8] }
-            """
-        )
-    )
+    tiny = """
+[[tiny]]
+class = "toys.WithDoor"
+[tiny.inputs]
+hidden_states = { shape = [2, 5, 8] }
+temb = { shape = [2, 1, 8] }
+"""
+    (tmp_path / "toy.toml").write_text(TOY_FAMILY + tiny)
     assert check_module.main(["toy", "--families", str(tmp_path)]) == 0
     assert "classes: 1 proven, 0 drifted" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import TorchDynamoPlugin, compile_regions
 from peft import LoraConfig
 from torch import nn
-from toys import WIDTH, Block, Doorless, WithDoor, toy
+from toys import WIDTH, Block, Doorless, WithDoor, Wrapper, toy
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
@@ -406,14 +406,6 @@ def test_models_with_flags_of_their_own():
             super().__init__(depth)
             self.gradient_checkpointing = False
 
-    class Wrapper(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, **inputs):
-            return self.model(**inputs)
-
     flagged, inputs = toy(Flagged)
     for model, path in ((flagged, "blocks"), (Wrapper(toy(WithDoor)[0]), "model.blocks")):
         expected = step(model, inputs)
@@ -770,14 +762,6 @@ def test_a_copy_of_one_block_is_a_plain_block():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", ["inner", "outer"])
 def test_a_second_schedule_on_a_part_of_a_model_is_refused(kind, first):
-    class Wrapper(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, **inputs):
-            return self.model(**inputs)
-
     inner, inputs = toy(kind)
     outer = Wrapper(inner)
     one, other = (inner, outer) if first == "inner" else (outer, inner)

@@ -2,12 +2,11 @@
 
 import json
 import sys
-import textwrap
 from importlib.metadata import EntryPoint, EntryPoints
 from types import ModuleType
 
 import pytest
-from toys import WithDoor, toy
+from toys import TOY_FAMILY, WithDoor, toy
 from training import family, keys
 
 import simpletuner_segckpt
@@ -16,31 +15,17 @@ from simpletuner_segckpt import registry as registry_module
 from simpletuner_segckpt.prove import step
 from simpletuner_segckpt.validate import main
 
-TOY = """
-    family = "toy"
-    title = "Toy"
-    aliases = ["play-thing"]
-    classes = ["toys.WithDoor"]
-
-    [[stacks]]
-    path = "blocks"
-    block = "Block"
-    count = "depth"
-    carried = { hidden_states = "return" }
-
-    [[conditions]]
-    argument = "extra"
-    reason = "an extra is added after each block"
-
-    [sizes.big]
-    depth = 9
+CONDITION = """
+[[conditions]]
+argument = "extra"
+reason = "an extra is added after each block"
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "families").mkdir()
-    (tmp_path / "families" / "toy.toml").write_text(textwrap.dedent(TOY))
+    (tmp_path / "families" / "toy.toml").write_text(TOY_FAMILY + CONDITION)
     return tmp_path / "families"
 
 

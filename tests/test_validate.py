@@ -283,7 +283,9 @@ def test_a_command_line_that_cannot_run(validate, options):
 def test_output_that_cannot_be_written(validate, tmp_path):
     validate({"model_family": "flux", INTERVAL: 2})
     command = f"{sys.executable} -m simpletuner_segckpt.validate config.json"
-    for shell in (f"{command} >/dev/full", f"{command} >&-", f"{command} 2>&- >&-"):
+    other = f"{sys.executable} -m simpletuner_segckpt.families"
+    ways = (">/dev/full", ">&-", "2>&- >&-")
+    for shell in (f"{program} {way}" for program in (command, other) for way in ways):
         done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 2, shell
         assert "Traceback" not in done.stderr

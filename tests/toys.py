@@ -104,3 +104,31 @@ class Collects(WithDoor):
             hidden_states = self.run(block, hidden_states, temb)
             samples += (hidden_states,)
         return [self.out(sample) for sample in samples], {"states": samples}
+
+
+class Wrapper(nn.Module):
+    """A model of one's own around another model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs)
+
+
+TOY_FAMILY = """
+family = "toy"
+title = "Toy"
+aliases = ["play-thing"]
+classes = ["toys.WithDoor"]
+
+[[stacks]]
+path = "blocks"
+block = "Block"
+count = "depth"
+carried = { hidden_states = "return" }
+
+[sizes.big]
+depth = 9
+"""
