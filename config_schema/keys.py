@@ -184,8 +184,18 @@ class CheckpointingConfig(_Keys):
         ),
     ] = Field(0, alias="gradient_checkpointing_keep_last", title="Keep the last blocks")
 
+    @property
+    def feed_forward_only(self) -> bool:
+        """Whether the feed-forwards of covered blocks are recomputed instead of whole blocks."""
+        return self.backend.endswith("-ffn")
+
+    @property
+    def inputs_on_cpu(self) -> bool:
+        """Whether what enters a checkpoint call waits for backward in CPU memory."""
+        return self.backend.startswith("unsloth")
+
     @model_validator(mode="after")
-    def _stride_covers_interval(self) -> "CheckpointingConfig":
+    def _pairs_agree(self) -> "CheckpointingConfig":
         # With checkpointing off the pair has no effect and must not stop a run.
         if self.enabled and self.stride is not None and self.stride < self.interval:
             raise PydanticCustomError(
@@ -199,6 +209,17 @@ class CheckpointingConfig(_Keys):
                 "prefetch-without-offload",
                 "is true but gradient_checkpointing_offload_attention is not; set that to true "
                 "or leave prefetch out",
+            )
+        if self.enabled and self.keep and self.feed_forward_only:
+            raise PydanticCustomError(
+                "keep-with-ffn",
+                "is {keep} but gradient_checkpointing_backend is {backend}, which recomputes the "
+                "feed-forwards and nothing else; write {whole} as the backend or leave keep out",
+                {
+                    "keep": ", ".join(self.keep),
+                    "backend": self.backend,
+                    "whole": self.backend.removesuffix("-ffn"),
+                },
             )
         return self
 

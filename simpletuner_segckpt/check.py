@@ -119,7 +119,7 @@ def _form_of_stack(stack: Stack, path: str, model: Module) -> Iterator[str]:
     kinds = sorted({type(block).__name__ for block in blocks})
     if stack.block not in kinds:
         yield f"`{path}` holds {', '.join(kinds)}, not {stack.block}"
-    for part in (*stack.feed_forward, *stack.attention):
+    for part in (*stack.projections, *stack.attention):
         if not all(hasattr(block, part.partition(".")[0]) for block in blocks):
             yield f"the blocks of `{path}` have no `{part}`"
     for name in stack.carried:
@@ -186,7 +186,7 @@ def _links(family: Family, installation: Installation) -> Iterator[str]:
     """Stacks that the file calls segmented and that were not, each with the reason."""
     effect = installation.effect
     for planned in installation.report.stacks:
-        stack = next((s for s in family.stacks if s.describes(planned.path)), None)
+        stack = family.stack_at(planned.path)
         if stack is None or effect is None or stack.per_block or stack.cut:
             continue
         if effect[planned.path].segments != planned.segments:

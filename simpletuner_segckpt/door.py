@@ -25,13 +25,14 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .backends import BACKENDS, Checkpoint, has_lora_scale, with_lora_scale
+from .backends import Backend, Runners, has_lora_scale, lora_scale, plainly
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
 from .gates import FLAG, Gates
 from .hooks import model_conditions
 from .intercept import intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
+from .parts import Kind, Part, Runner, parts_of
 from .recording import RecordingRun
 from .report import UNITS, Condition, Effect, StackReport
 from .schedule import Schedule, make_schedules
@@ -42,6 +43,7 @@ from .segments import (
     Stack,
     StackRun,
     UnitsRun,
+    shortfalls,
 )
 from .stacks import blocks_of
 
@@ -64,6 +66,7 @@ class Door:
     gap_blocks: for calls that are compiled, which find their place by identity.
     intercepts: whether the loop reaches the door through its blocks, and must not ask the gates.
     carried: what the family says is carried in each stack; None when no family describes it.
+    parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
     off: why checkpointing stays switched off, if it does.
     """
 
@@ -78,6 +81,7 @@ class Door:
         gap_blocks: Iterable[Module] = (),
         intercepts: bool = False,
         carried: Mapping[str, Mapping[str, int]] | None = None,
+        parts: Mapping[str, Mapping[Kind, Sequence[str]]] | None = None,
         off: str = "",
     ):
         self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
@@ -85,7 +89,7 @@ class Door:
         counted = (stack.schedule for stack in stacks if stack.path == UNITS)
         self.units = next(counted, Schedule(0, ()))
         self.config = config
-        self.checkpoint = BACKENDS[config.backend]
+        self.backend = Backend(config)
         self.parameters = tuple(parameters)
         self.gates = gates
         named = {condition.name for condition in conditions}
@@ -94,7 +98,9 @@ class Door:
         self.intercepts = intercepts
         self.described = carried is not None
         self.carried = dict(carried or {})
+        self.parts = dict(parts or {})
         self.off = off
+        self.on = False  # whether the last forward was to recompute
         self.effect: Effect | None = None
         self.handles: list[RemovableHandle] = []
         self.gap_blocks = list(gap_blocks)
@@ -144,9 +150,9 @@ class Door:
         if torch.compiler.is_compiling():
             # A traced call keeps no books, so nothing can be proven: block by block.
             call = original_call(block)
-            if any(gap is block for gap in self.gap_blocks):
+            if self.config.feed_forward_only or any(gap is block for gap in self.gap_blocks):
                 return call(*args, **kwargs)
-            return self.checkpoint(call, *args, **kwargs)
+            return self.backend.in_graph(call, *args, **kwargs)
         forward = self._forward
         if forward is None and inside_checkpoint():
             return block(*args, **kwargs)  # a recompute, of a block that asks for it once more
@@ -156,7 +162,7 @@ class Door:
                 "the model's forward was entered past its hooks (was `.forward` called "
                 "directly?); every block is recomputed alone",
             )
-            return self.checkpoint(original_call(block), *args, **kwargs)
+            return self.backend.begin().covered(original_call(block), *args, **kwargs)
         return forward.step(block, args, kwargs)
 
     @property
@@ -194,8 +200,9 @@ class Door:
                 interrupted.abandon()
         forward = None
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
-        if torch.is_grad_enabled() and self._enabled(module):
-            forward = self._plan(module, arguments)
+        if torch.is_grad_enabled():
+            self.on = self._enabled(module)
+            forward = self._plan(module, arguments) if self.on else None
         running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
         if forward is None:
@@ -258,22 +265,26 @@ class Door:
             reason = "the whole model runs inside another checkpoint call"
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
         shape = call_shape(arguments, module.training)
-        checkpoint = with_lora_scale(module) if has_lora_scale(arguments) else self.checkpoint
-        runs = [self._run(module, s, checkpoint, conditions, shape) for s in self.stacks]
-        units = UnitsRun(self.units, checkpoint, self.config.interval, self.stride)
-        return Forward(runs, units, conditions, inside)
+        contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
+        runners = self.backend.begin(contexts)
+        runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
+        # Units have no feed-forward of their own.
+        interval = 0 if self.config.feed_forward_only else self.config.interval
+        units = UnitsRun(self.units, runners.covered, interval, self.stride)
+        return Forward(runs, units, conditions, inside, runners.settle)
 
     def _run(
         self,
         module: Module,
         planned: StackReport,
-        checkpoint: Checkpoint,
+        runners: Runners,
         conditions: Sequence[Condition],
         shape: CallShape,
     ) -> StackRun:
         blocks = blocks_of(module, planned.path)
         carried = self.carried.get(planned.path, {})
-        stack = Stack(planned.path, planned.schedule, blocks, checkpoint, carried)
+        covered, gap = runners.covered, runners.gap
+        stack = Stack(planned.path, planned.schedule, blocks, covered, gap, carried)
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:
             changed = (
@@ -294,7 +305,7 @@ class Door:
             return RecordingRun(stack, shape, replay=not self.described)
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
-        stack = Stack(planned.path, proof.schedule, blocks, checkpoint)
+        stack = Stack(planned.path, proof.schedule, blocks, covered, gap)
         return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
 
     def _learn(self, forward: Forward) -> None:
@@ -312,6 +323,8 @@ class Door:
                 )
             elif isinstance(run, RecordingRun):
                 self._proven[run.shape, run.stack.path] = run.proof()
+            for shortfall in shortfalls(planned[run.stack.path], run):
+                self._say(logging.WARNING, f"{run.stack.path}: {shortfall}")
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
         if units and units != self.units.blocks:
@@ -348,8 +361,7 @@ class Door:
             return False
         if module not in self._models:
             self._models.add(module)
-            if self.intercepts:
-                self.intercept(module)
+            self.intercept(module)
         if not self.gates.asks(module, self):
             self.claim(module)
         return True
@@ -362,7 +374,7 @@ class Door:
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
-        self._compiled_on = not self.off and self.gates.on(module)
+        self.on = self._compiled_on = not self.off and self.gates.on(module)
         self.effect = None  # see ``last_effect``
         if self.gates.on(module):
             # An intercepting door is reached by the loop's plain branch, until close.
@@ -377,8 +389,8 @@ class Door:
             self.gates.switch(module, False)
         else:
             self.claim(module)
+            self.intercept(module)
             if self.intercepts:
-                self.intercept(module)
                 self.gates.switch(module, True)
             else:
                 enable: Any = module.enable_gradient_checkpointing
@@ -398,9 +410,20 @@ class Door:
             )
 
     def intercept(self, module: Module) -> None:
-        """Lead the calls of the blocks of ``module`` here."""
+        """Lead the calls of the blocks of ``module`` here, and those of parts to their runners."""
         for stack in self.stacks:
-            intercept(blocks_of(module, stack.path), self)
+            blocks = blocks_of(module, stack.path)
+            if self.intercepts:
+                intercept(blocks, self)
+            for kind, paths in self.parts.get(stack.path, {}).items():
+                for index, block in enumerate(blocks):
+                    recomputed = self.config.feed_forward_only and index in stack.covered
+                    in_graph = self.feed_forward if recomputed and kind == "feed_forward" else None
+                    intercept(parts_of(block, paths), Part(kind, in_graph))
+
+    def feed_forward(self, call: Runner, *args: Any, **kwargs: Any) -> Any:
+        """Run a feed-forward that is recomputed by itself, in a graph that is being traced."""
+        return (self.backend.in_graph if self.on else plainly)(call, *args, **kwargs)
 
     def detach(self, module: Module) -> None:
         """Leave ``module``, and every copy of it that shared this door, as it was before."""
@@ -408,7 +431,11 @@ class Door:
             handle.remove()
         for model in {module, *self._models}:
             for path in self.paths:
-                release(blocks_of(model, path))
+                blocks = blocks_of(model, path)
+                release(blocks)
+                for paths in self.parts.get(path, {}).values():
+                    for block in blocks:
+                        release(parts_of(block, paths))
             self.gates.restore(model)
 
     def _say_per_block(self, path: str, reason: str) -> None:

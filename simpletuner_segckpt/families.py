@@ -9,6 +9,12 @@ from .family import Family, Stack
 from .output import command, refuse
 from .registry import FamilyRegistry
 
+# Fields of a stack that name parts of its blocks, and what they are called.
+PARTS = {
+    "feed_forward": "feed-forward",
+    "down_projection": "down-projection of a feed-forward that is no module of its own",
+    "attention": "attention",
+}
 COLUMNS = ("family", "model_family", "class", "stacks", "feed-forward", "attention", "proven")
 
 
@@ -67,9 +73,10 @@ def page(family: Family) -> list[str]:
             lines.append("- segments of any width")
         carried = ", ".join(f"`{name}` from {source}" for name, source in stack.carried.items())
         lines.append(f"- carried from block to block: {carried or 'nothing'}")
-        for field, label in (("feed_forward", "feed-forward"), ("attention", "attention")):
+        for field, label in PARTS.items():
             parts = ", ".join(f"`{part}`" for part in getattr(stack, field))
-            lines.append(f"- {label}: {parts or 'not separable'}")
+            if parts or field != "down_projection":
+                lines.append(f"- {label}: {parts or 'not separable'}")
     if family.units:
         patterns = ", ".join(f"`{pattern}`" for pattern in family.units)
         lines += ["", f"Units, recomputed one by one in execution order: {patterns}"]

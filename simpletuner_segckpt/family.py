@@ -27,6 +27,7 @@ class Stack(_Record):
     carried: Mapping[str, int | Literal["return"]] = {}
     """Block parameter -> index in the block's returned tuple, or the whole return value."""
     feed_forward: tuple[str, ...] = ()  # attribute paths inside a block
+    down_projection: tuple[str, ...] = ()  # where it is no part of a ``feed_forward``
     attention: tuple[str, ...] = ()
     optional: bool = False  # the list may be missing from a model
     per_block: str = ""  # why this stack can never be segmented
@@ -36,6 +37,11 @@ class Stack(_Record):
     def sources(self) -> dict[str, int]:
         """``carried`` by leaf of the result; the whole value is its only leaf."""
         return {name: 0 if source == "return" else source for name, source in self.carried.items()}
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Paths of what contains the down-projections of a block."""
+        return self.feed_forward + self.down_projection
 
     def describes(self, path: str) -> bool:
         """Whether the list at ``path`` is this stack, or one of those that its path names."""
@@ -100,6 +106,10 @@ class Family(_Record):
     sizes: Mapping[str, Mapping[str, Any]] = {}
     native: Native | None = None
     tiny: tuple[Tiny, ...] = ()
+
+    def stack_at(self, path: str) -> Stack | None:
+        """The stack that describes the list at ``path``."""
+        return next((stack for stack in self.stacks if stack.describes(path)), None)
 
     def size(self, flavour: str | None) -> str | None:
         """Name of the published size that a flavour has; None when no size is known.

@@ -22,6 +22,7 @@ RULES = {
     "SEG302": ("stride-without-interval", "a stride with the default interval of 1"),
     "SEG303": ("prefetch-without-offload", "prefetch has nothing to prefetch"),
     "SEG304": ("no-effect", "a key that has no effect beside the others"),
+    "SEG305": ("keep-with-ffn", "operators to keep beside a backend that recomputes none of them"),
     "SEG401": ("unknown-family", "a model family that no file describes"),
     "SEG402": ("unsupported-option", "an option that cannot be carried out"),
     "SEG403": ("unknown-blocks", "the number of blocks is not known"),

@@ -10,13 +10,17 @@ from peft import PeftModel
 from torch._dynamo.eval_frame import OptimizedModule  # what accelerate itself looks for
 from torch.nn import Module
 
+from .accelerator import Accelerator
+from .config_schema import CheckpointingConfig
 from .door import Door, logger
-from .errors import UnknownFamily, UnsupportedModel
+from .errors import ConfigError, UnknownFamily, UnsupportedModel
 from .family import Family
+from .findings import Finding
 from .gates import FUNCTION, Gates
 from .intercept import DOOR
 from .native import Settled, is_native, restore, settle
-from .planning import make_report
+from .parts import Kind
+from .planning import make_report, problems
 from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .segments import Proof
@@ -88,7 +92,11 @@ def apply(
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
     _refuse_shared(base, stacks)
     report = make_report(settings, described, stacks, left_out)
-    for finding in settings.findings:
+    findings = [*settings.findings, *_problems(base, settings, described, report)]
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    for finding in findings:
         logger.warning("%s", finding)
     remove(base)
     owner: Door | Settled
@@ -189,6 +197,22 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
     return stacks | ({UNITS: len(units)} if units else {}), left_out
 
 
+def _problems(
+    base: Module, settings: Settings, family: Family | None, report: Report
+) -> list[Finding]:
+    """What the keys ask for and the engine cannot do on this model; classes with setters of their
+    own are asked instead."""
+    if is_native(base):
+        return []
+    config = settings.checkpointing
+    offloads = config.enabled and (config.inputs_on_cpu or config.offload_attention)
+    if offloads and Accelerator.current() is None:
+        key = "backend" if config.inputs_on_cpu else "offload_attention"
+        message = "there is no accelerator, so nothing is moved: it is in CPU memory already"
+        logger.warning("gradient_checkpointing_%s: %s", key, message)
+    return list(problems(settings, family, family.title if family else type(base).__name__, report))
+
+
 def _install(base: Module, report: Report, family: Family | None, settings: Settings) -> Door:
     has_door = getattr(base, "_supports_gradient_checkpointing", False)
     door = Door(
@@ -203,6 +227,7 @@ def _install(base: Module, report: Report, family: Family | None, settings: Sett
         gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not has_door,
         carried=_carried(report, family),
+        parts=_parts(report, family, settings.checkpointing),
         off=next((str(c) for c in report.conditions if c.off), ""),
     )
     try:
@@ -240,12 +265,26 @@ def _carried(report: Report, family: Family | None) -> dict[str, dict[str, int]]
     """What the family says is carried in each stack of the report."""
     if family is None:
         return None
-    return {
-        planned.path: stack.sources
-        for planned in report.stacks
-        for stack in family.stacks
-        if stack.describes(planned.path)
-    }
+    found = ((planned.path, family.stack_at(planned.path)) for planned in report.stacks)
+    return {path: stack.sources for path, stack in found if stack}
+
+
+def _parts(
+    report: Report, family: Family | None, config: CheckpointingConfig
+) -> dict[str, dict[Kind, tuple[str, ...]]]:
+    """In each stack, the parts of blocks that the keys treat in a way of their own."""
+    found: dict[str, dict[Kind, tuple[str, ...]]] = {}
+    for planned in report.stacks:
+        stack = family.stack_at(planned.path) if family else None
+        kinds: dict[Kind, tuple[str, ...]] = {}
+        if stack and "ffn" in config.keep:
+            kinds["feed_forward"] = stack.projections
+        elif stack and config.feed_forward_only:
+            kinds["feed_forward"] = stack.feed_forward
+        if stack and config.offload_attention:
+            kinds["attention"] = stack.attention
+        found[planned.path] = kinds
+    return found
 
 
 def _door_of(base: Module) -> Door | None:

@@ -1,8 +1,11 @@
 """What can be measured about a training step from outside the model."""
 
+import weakref
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode  # what torch's own counters build on
 
 
 class SavedBytes:
@@ -34,3 +37,32 @@ class SavedBytes:
     def total(self) -> int:
         """Bytes seen so far."""
         return sum(storage.nbytes() for storage in self._storages.values())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that were made while this was active and are still alive.
+
+    After a forward that is what is kept for its backward, wherever it is kept: by autograd, by
+    checkpoint calls, as the output of an operator that will not be recomputed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage()
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage() not in given:
+                self._storages.add(leaf.untyped_storage())
+        return result
+
+    @property
+    def total(self) -> int:
+        """Bytes alive now."""
+        return sum(storage.nbytes() for storage in self._storages)

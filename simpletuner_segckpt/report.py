@@ -3,7 +3,8 @@
 Plain records without torch, shared by ``validate`` (before a model exists) and ``apply``.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .schedule import Schedule
@@ -35,12 +36,23 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class StackReport:
-    """How one stack is scheduled; ``reason`` says why it is not, or not wholly, segmented."""
+    """How one stack is scheduled; ``reason`` says why it is not, or not wholly, segmented.
+
+    feed_forward: attribute paths in a block of what is recomputed of covered blocks; empty when
+        it is the whole block.
+    kept: operators whose outputs covered blocks keep, ``attention`` and ``ffn``.
+    inputs_on_cpu: whether what enters a checkpoint call waits for backward in CPU memory.
+    offloaded: blocks whose attention saves to CPU memory.
+    """
 
     path: str
     strategy: Strategy
     schedule: Schedule
     reason: str = ""
+    feed_forward: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    inputs_on_cpu: bool = False
+    offloaded: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -62,13 +74,30 @@ class StackReport:
         """For example ``blocks: 8 blocks, segmented: [0 1] 2 3 [4 5] 6 7`` and the counts."""
         because = f" ({self.reason})" if self.reason else ""
         if self.strategy == "off":
-            return [f"{self.path}: {self.blocks} blocks, none recomputed{because}"]
-        return [
-            f"{self.path}: {self.blocks} blocks, {self.strategy}{because}",
-            f"  {self.schedule}",
-            f"  {len(self.covered)} recomputed in {len(self.segments)} checkpoint calls, "
-            f"{len(self.gap)} kept",
-        ]
+            out = [f"{self.path}: {self.blocks} blocks, none recomputed{because}"]
+        else:
+            out = [
+                f"{self.path}: {self.blocks} blocks, {self.strategy}{because}",
+                f"  {self.schedule}",
+                f"  {self._counts()}, {len(self.gap)} kept",
+            ]
+        if self.kept:
+            kept = " and ".join(self.kept)
+            out.append(f"  of the recomputed blocks the outputs of {kept} are kept")
+        if self.inputs_on_cpu:
+            out.append("  the inputs of each checkpoint call wait in CPU memory")
+        if self.offloaded:
+            blocks = "blocks " + " ".join(map(str, self.offloaded))
+            if len(self.offloaded) == self.blocks:
+                blocks = "all blocks"
+            out.append(f"  what attention saves waits in CPU memory: {blocks}")
+        return out
+
+    def _counts(self) -> str:
+        if self.feed_forward:
+            names = ", ".join(self.feed_forward)
+            return f"the feed-forward ({names}) of {len(self.covered)} recomputed"
+        return f"{len(self.covered)} recomputed in {len(self.segments)} checkpoint calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +129,30 @@ class Report:
         return out
 
 
+@dataclass(slots=True)
+class Tally:
+    """What happened inside the blocks of one span, beside their being recomputed or not.
+
+    feed_forwards: calls of feed-forwards that are recomputed by themselves.
+    kept: outputs that a recompute takes from memory, by operator (``attention``, ``ffn``).
+    offloaded: tensors that wait for backward in CPU memory.
+    """
+
+    feed_forwards: int = 0
+    kept: Counter[str] = field(default_factory=Counter)
+    offloaded: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Blocks that ran together: recomputed under one checkpoint call, or one plain block."""
+    """Blocks that ran together: recomputed under one checkpoint call, or one plain block.
+
+    Where only feed-forwards are recomputed, ``recomputed`` says that those of this block are.
+    """
 
     blocks: range
     recomputed: bool
+    tally: Tally = field(default_factory=Tally)
 
     def __str__(self) -> str:
         blocks = " ".join(map(str, self.blocks))
@@ -134,6 +181,34 @@ class StackEffect:
     def gap(self) -> tuple[int, ...]:
         return tuple(b for span in self.spans if not span.recomputed for b in span.blocks)
 
+    @property
+    def feed_forwards(self) -> int:
+        """Calls of feed-forwards that are recomputed by themselves."""
+        return sum(span.tally.feed_forwards for span in self.spans)
+
+    @property
+    def kept(self) -> Counter[str]:
+        """Outputs that a recompute takes from memory, by operator (``attention``, ``ffn``)."""
+        return sum((span.tally.kept for span in self.spans), Counter[str]())
+
+    @property
+    def offloaded(self) -> int:
+        """Tensors that wait for backward in CPU memory."""
+        return sum(span.tally.offloaded for span in self.spans)
+
+    def lines(self) -> list[str]:
+        reason = f" ({self.reason})" if self.reason else ""
+        counts = {"feed-forwards recomputed": self.feed_forwards}
+        counts |= {f"outputs of {kind} kept": n for kind, n in sorted(self.kept.items())}
+        counts["tensors in CPU memory"] = self.offloaded
+        told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        ran = " ".join(map(str, self.spans))
+        return [
+            f"{self.path}: {self.strategy}{reason}",
+            f"  {ran}",
+            *([f"  {told}"] if told else []),
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:
@@ -148,11 +223,7 @@ class Effect:
 
     def __str__(self) -> str:
         lines = [f"because of {condition}" for condition in self.conditions]
-        for stack in self.stacks:
-            reason = f" ({stack.reason})" if stack.reason else ""
-            ran = " ".join(map(str, stack.spans))
-            lines += [f"{stack.path}: {stack.strategy}{reason}", f"  {ran}"]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(line for stack in self.stacks for line in stack.lines())])
 
     def __getitem__(self, path: str) -> StackEffect:
         """The effect on the stack at ``path``. Raises ``KeyError`` when it has none."""

@@ -12,7 +12,7 @@ segments are formed wherever that record allows it.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, cast
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
-from .backends import Checkpoint
+from .backends import plainly
 from .errors import SegmentBroken
 from .intercept import original_call
 from .links import (
@@ -36,9 +36,10 @@ from .links import (
     read,
     surroundings,
 )
-from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
+from .parts import Runner, tallying
+from .report import UNITS, Condition, Effect, Span, StackEffect, StackReport, Strategy
 from .schedule import Schedule
-from .stacks import uncompiled
+from .stacks import is_compiled, uncompiled
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
 Boundary = Link | str
@@ -46,12 +47,13 @@ Boundary = Link | str
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The blocks of one stack, and how they are to be checkpointed."""
+    """The blocks of one stack, and how they run where they are covered and in the gaps."""
 
     path: str
     schedule: Schedule
     blocks: Sequence[Module]
-    checkpoint: Checkpoint
+    covered: Runner
+    gap: Runner = plainly
     carried: Mapping[str, int] = field(default_factory=dict)
     """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
 
@@ -96,9 +98,17 @@ class StackRun:
         covered = index in self.segment_of
         if covered and holds_cache(args, kwargs):
             covered, self.cached = False, True  # a recompute would fill it once more
-        self.spans.append(Span(range(index, index + 1), covered))
         call = original_call(self.stack.blocks[index])
-        return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
+        return self.run(range(index, index + 1), covered, call, args, kwargs)
+
+    def run(
+        self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Run ``blocks``, which ``call`` calls, and note what happened."""
+        with tallying() as tally:
+            result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
+        self.spans.append(Span(blocks, covered, tally))
+        return result
 
     def between(self, what: str) -> None:
         """Something else than a block of this stack was called."""
@@ -157,8 +167,7 @@ class SegmentedRun(StackRun):
         # The schedule was cut wherever a boundary is no link.
         links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
         segment_call = partial(run_segment, calls, links, arguments.spec)
-        result = self.stack.checkpoint(segment_call, *arguments.leaves)
-        self.spans.append(Span(segment, True))
+        result = self.run(segment, True, segment_call, tuple(arguments.leaves), {})
         handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
@@ -244,6 +253,31 @@ def run_segment(
     return result
 
 
+def shortfalls(planned: StackReport, run: StackRun) -> Iterator[str]:
+    """What was planned for the inside of blocks and did not happen in a forward, and why."""
+
+    def where(spans: Iterable[Span]) -> str:
+        return " ".join(str(block) for span in spans for block in span.blocks)
+
+    compiled = any(is_compiled(block) for block in run.stack.blocks)
+    covered = [span for span in run.spans if span.recomputed]
+    for kind in planned.kept:
+        without = [span for span in covered if not span.tally.kept[kind]]
+        if without and compiled:
+            why = "compiled blocks hide their operators"
+        elif kind == "attention":
+            why = "they ran no fused attention operator that can be skipped in the recompute"
+        else:
+            why = "no projection of their feed-forward comes down from a greater width"
+        if without:
+            yield f"keep: nothing of {kind} is kept in blocks {where(without)}: {why}"
+    if planned.feed_forward:
+        without = [span for span in covered if not span.tally.feed_forwards]
+        if without and not compiled:
+            names = ", ".join(planned.feed_forward)
+            yield f"blocks {where(without)} did not call {names}, so nothing of them is recomputed"
+
+
 class UnitsRun(StackRun):
     """Modules of no stack, in the order in which they are asked for during one forward.
 
@@ -251,8 +285,8 @@ class UnitsRun(StackRun):
     follow the rule of ``interval`` and ``stride``.
     """
 
-    def __init__(self, schedule: Schedule, checkpoint: Checkpoint, interval: int, stride: int):
-        super().__init__(Stack(UNITS, schedule, (), checkpoint), "units are handed over one by one")
+    def __init__(self, schedule: Schedule, covered: Runner, interval: int, stride: int):
+        super().__init__(Stack(UNITS, schedule, (), covered), "units are handed over one by one")
         self.interval = interval
         self.stride = stride
 
@@ -261,9 +295,7 @@ class UnitsRun(StackRun):
         covered = index in self.segment_of
         if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
-        self.spans.append(Span(range(index, index + 1), covered))
-        call = original_call(unit)
-        return self.stack.checkpoint(call, *args, **kwargs) if covered else call(*args, **kwargs)
+        return self.run(range(index, index + 1), covered, original_call(unit), args, kwargs)
 
 
 class Forward:
@@ -275,11 +307,13 @@ class Forward:
         units: UnitsRun,
         conditions: Sequence[Condition] = (),
         inside_checkpoint: bool = False,
+        settle: Callable[[], None] = lambda: None,
     ):
         self.runs = tuple(runs)
         self.units = units
         self.conditions = tuple(conditions)
         self.inside_checkpoint = inside_checkpoint  # of somebody else, around the whole model
+        self.settle = settle  # called when the forward is over, however it ended
         self._hands_out = any(type(run) is not StackRun for run in self.runs)
         self._places: dict[int, tuple[StackRun, int]] = {}
         for run in self.runs:
@@ -307,11 +341,13 @@ class Forward:
 
     def finish(self) -> None:
         """The model's forward is over. Raises ``SegmentBroken``."""
+        self.settle()
         for run in self.runs:
             run.finish()
 
     def abandon(self) -> None:
         """The model's forward raised: let go of every tensor."""
+        self.settle()
         for run in self.runs:
             run.abandon()
 

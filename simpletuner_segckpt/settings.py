@@ -3,7 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from .config_schema import (
 )
 from .configfile import ConfigFile, read_config_file
 from .errors import ConfigError
-from .findings import Finding
+from .findings import Finding, Severity
 
 ConfigSource = str | Path | Mapping[str, Any] | argparse.Namespace | CheckpointingConfig
 
@@ -30,6 +30,7 @@ Keys = TypeVar("Keys", bound=BaseModel)
 _PAIR_KEYS = {
     "stride-below-interval": "gradient_checkpointing_segment_stride",
     "prefetch-without-offload": "gradient_checkpointing_offload_prefetch",
+    "keep-with-ffn": "gradient_checkpointing_keep",
 }
 
 
@@ -40,6 +41,11 @@ class Settings:
     checkpointing: CheckpointingConfig
     trainer: TrainerKeys
     findings: tuple[Finding, ...] = ()
+    file: ConfigFile = field(default_factory=ConfigFile)
+
+    def finding(self, rule: str, message: str, key: str, severity: Severity = "error") -> Finding:
+        """A finding at the place where ``key`` stands in the file."""
+        return self.file.finding(rule, message, written(self.file, key), severity)
 
 
 def load_settings(source: ConfigSource) -> Settings:
@@ -80,32 +86,10 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     trainer = _validated(TrainerKeys, TRAINER_KEYS, file, values, findings)
     if checkpointing is not None:
         _warn(checkpointing, file, values, findings)
-        for key, message in unsupported_options(checkpointing).items():
-            findings.append(file.finding("unsupported-option", message, written(file, key)))
     failed = any(finding.severity == "error" for finding in findings)
     if failed or checkpointing is None or trainer is None:
         return None, findings
-    return Settings(checkpointing, trainer, tuple(findings)), findings
-
-
-def unsupported_options(config: CheckpointingConfig) -> dict[str, str]:
-    """Keys that ask for something this version cannot carry out, each with the reason."""
-    if not config.enabled:
-        return {}
-    problems = {}
-    if config.backend != "torch":
-        problems["gradient_checkpointing_backend"] = (
-            f"is {config.backend}, which this version cannot carry out; write torch"
-        )
-    if config.offload_attention:
-        problems["gradient_checkpointing_offload_attention"] = (
-            "cannot be carried out by this version; write false"
-        )
-    if config.keep:
-        problems["gradient_checkpointing_keep"] = (
-            "cannot be carried out by this version; leave it out"
-        )
-    return problems
+    return Settings(checkpointing, trainer, tuple(findings), file), findings
 
 
 def written(file: ConfigFile, key: str) -> str:
@@ -202,5 +186,5 @@ def _warn(
             f"{config.stride} blocks only the first is recomputed; write the interval as well",
         )
     buckets = "gradient_checkpointing_offload_pin_memory_max_buckets"
-    if buckets in given and not config.offload_attention and "unsloth" not in config.backend:
+    if buckets in given and not (config.offload_attention or config.inputs_on_cpu):
         warn("no-effect", buckets, "has no effect, since nothing is offloaded")

@@ -28,6 +28,11 @@ def uncompiled(block: Any) -> Any:
     return getattr(block, "_orig_mod", block)
 
 
+def is_compiled(block: Any) -> bool:
+    """Whether ``torch.compile`` wraps the block, or ``block.compile()`` was called."""
+    return uncompiled(block) is not block or block._compiled_call_impl is not None
+
+
 def candidate_stacks(model: Module) -> dict[str, int]:
     """Path and length of every outermost list of two or more equal blocks in ``model``.
 

@@ -18,7 +18,7 @@ from .errors import FamilyError, UnknownFamily
 from .family import Family
 from .findings import RULES, Finding
 from .output import command, refuse
-from .planning import make_report
+from .planning import make_report, problems
 from .registry import FamilyRegistry
 from .report import UNITS, Report
 from .settings import Settings, check_settings, written
@@ -108,10 +108,11 @@ def check_file(
             f"pass --model DIR or --blocks {missing[0]}=N"
         )
         findings.append(file.finding("unknown-blocks", message, severity="warning"))
-    if any(finding.severity == "error" for finding in findings):
-        return Checked(file.name, findings)
     left_out = [(entry.path, entry.reason) for entry in found.left_out]
     report = make_report(settings, found, counts, left_out)
+    findings += problems(settings, found, found.title, report)
+    if any(finding.severity == "error" for finding in findings):
+        return Checked(file.name, findings)
     return Checked(file.name, findings, report, [origin, *_notes(settings, report)])
 
 
@@ -237,6 +238,10 @@ def report_document(report: Report) -> dict[str, Any]:
                 "blocks": stack.blocks,
                 "segments": [list(segment) for segment in stack.segments],
                 "gap": list(stack.gap),
+                "feed_forward": list(stack.feed_forward),
+                "kept": list(stack.kept),
+                "inputs_on_cpu": stack.inputs_on_cpu,
+                "offloaded": list(stack.offloaded),
             }
             for stack in report.stacks
         ],

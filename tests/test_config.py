@@ -189,13 +189,6 @@ def test_keys_that_are_no_text():
     assert read({3: "x", INTERVAL: 2}).interval == 2
 
 
-def test_what_this_version_cannot_do_is_refused_with_its_place(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(f'{{"{INTERVAL}": 2,\n"{BACKEND}": "unsloth"}}')
-    with pytest.raises(ConfigError, match=r"config\.json:2:1: SEG402 error: .* write torch"):
-        load_settings(path)
-
-
 def test_other_keys_are_left_alone():
     config = {
         "learning_rate": "x",

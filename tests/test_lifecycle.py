@@ -215,7 +215,7 @@ def test_applied_again_without_the_keys(flux):
 def test_a_bad_config_leaves_the_model_as_it_is(flux):
     model, inputs = flux
     installation = installed(model, inputs)
-    for bad in (keys(2, 1), {"gradient_checkpointing_keep": "attention"}, "/no/such/file.json"):
+    for bad in (keys(2, 1), {"gradient_checkpointing_keep": "attentions"}, "/no/such/file.json"):
         with pytest.raises(simpletuner_segckpt.ConfigError):
             simpletuner_segckpt.apply(model, bad)
     with pytest.raises(simpletuner_segckpt.UnknownFamily):

@@ -16,6 +16,7 @@ from simpletuner_segckpt.findings import CODES, RULES
 from simpletuner_segckpt.validate import FORMATS, main
 
 INTERVAL = "gradient_checkpointing_interval"
+BACKEND = "gradient_checkpointing_backend"
 
 
 @pytest.fixture
@@ -83,7 +84,12 @@ def validate(tmp_path, capsys, monkeypatch):
             "config.json:1:2: SEG304 warning",
         ),
         ({"gradient_checkpoint": True}, "did you mean `gradient_checkpointing`?"),
-        ({"gradient_checkpointing_keep": "attention"}, "config.json:1:2: SEG402 error"),
+        (
+            {"gradient_checkpointing_keep": "attention", BACKEND: "unsloth-ffn"},
+            "config.json:1:2: SEG305 error: `gradient_checkpointing_keep` is attention but "
+            "gradient_checkpointing_backend is unsloth-ffn, which recomputes the feed-forwards and "
+            "nothing else; write unsloth as the backend or leave keep out",
+        ),
     ],
 )
 def test_findings(validate, content, finding):

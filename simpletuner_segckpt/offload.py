@@ -1,0 +1,219 @@
+"""Tensors that autograd saves, in CPU memory between forward and backward.
+
+What torch and others have, and why this is here: ``torch.autograd.graph.save_on_cpu`` copies each
+saved tensor by itself (three copies for three views of one), into fresh memory, waits for it on
+the compute stream, and cannot fetch ahead. The offloading of torchtune and of TRL overlaps its
+copies, but it is made for one context around a whole model on CUDA and expects its tensors back
+in the reverse order, which checkpoint calls and gradient accumulation do not keep.
+
+What is moved is a *storage*: views of it share one copy and come back with their own strides and
+offsets. Copies run on side streams, out of and into buffers of a :class:`BufferPool`.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .accelerator import Accelerator
+from .parts import tally
+from .pinned import Buffer, BufferPool
+
+# Bytes below which a copy is not worth its launch; the value that torchtune and TRL use.
+SMALLEST = 1024
+
+# Storages that may be on their way out at once. Each is kept on the device until its copy is
+# done, so this bounds what offloading itself holds there.
+MOST_LEAVING = 4
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """The CPU memory of one model, and the streams that carry tensors there and back."""
+
+    accelerator: Accelerator
+    pool: BufferPool
+    _streams: dict[tuple[torch.device, str], Any] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def stream(self, device: torch.device, way: str) -> Any:
+        """The stream for copies ``out`` of a device or back ``in``."""
+        if (device, way) not in self._streams:
+            self._streams[device, way] = self.accelerator.stream(device)
+        return self._streams[device, way]
+
+    def movable(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor is worth moving: an activation, and no part of a parameter."""
+        base = tensor if tensor._base is None else tensor._base
+        return (
+            tensor.device.type == self.accelerator.type
+            and type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and not isinstance(base, torch.nn.Parameter)
+            and not (tensor.is_conj() or tensor.is_neg())  # marks that a storage does not have
+            and tensor.untyped_storage().nbytes() >= SMALLEST
+        )
+
+
+class Stored:
+    """One storage in CPU memory. Its buffer goes back to the pool when nothing needs it.
+
+    ``views`` counts the tensors that were saved of it. Once back on the device it stays there
+    until each of them was asked for, as it would have without being moved.
+    """
+
+    def __init__(self, host: HostMemory, source: Tensor):
+        self.host = host
+        self.device = source.device
+        self.nbytes = source.nbytes
+        self.buffer: Buffer = host.pool.take(source.nbytes)
+        self.views = 0
+        self._on_device: Tensor | None = None
+        self._handed_out = 0
+        out = host.stream(self.device, "out")
+        out.wait_event(host.accelerator.current_stream(self.device).record_event())
+        if self.buffer.busy is not None:
+            out.wait_event(self.buffer.busy)
+        host.accelerator.copy(self.buffer.memory, source, out, wait=not self.buffer.pinned)
+        self.buffer.busy = self.left = out.record_event()
+        weakref.finalize(self, host.pool.give, self.buffer).atexit = False
+
+    def fetch(self) -> None:
+        """Start bringing the storage back, if that has not been done."""
+        if self._on_device is not None:
+            return
+        accelerator = self.host.accelerator
+        back = self.host.stream(self.device, "in")
+        self._on_device = accelerator.empty(self.nbytes, self.device, back)
+        back.wait_event(self.left)
+        accelerator.copy(self._on_device, self.buffer.memory, back, wait=not self.buffer.pinned)
+        self.buffer.busy = back.record_event()
+
+    def storage(self) -> torch.UntypedStorage:
+        """The storage on its device again, for use on the current stream by one of its views."""
+        self.fetch()
+        assert self._on_device is not None
+        memory = self._on_device
+        current = self.host.accelerator.current_stream(self.device)
+        current.wait_event(self.buffer.busy)
+        self.host.accelerator.use(memory, current)
+        self._handed_out += 1
+        if self._handed_out % self.views == 0:
+            self._on_device = None
+        return memory.untyped_storage()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What stands in the graph for a saved tensor; ``group`` is the call that saved it."""
+
+    stored: Stored
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    group: int
+
+    def tensor(self) -> Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=self.stored.device)
+        return empty.set_(self.stored.storage(), self.offset, self.size, self.stride)
+
+
+class Offload:
+    """What one forward has in CPU memory, group by group: one for each call that is offloaded.
+
+    order: which group follows which in backward, learned from one step for the next ones; None
+        where nothing is to be fetched ahead.
+    """
+
+    def __init__(self, host: HostMemory, order: dict[int, int] | None = None):
+        self.host = host
+        self.order = order
+        self._groups: list[weakref.WeakSet[Stored]] = []
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Stored]]
+        self._known = weakref.WeakKeyDictionary()
+        self._leaving: deque[tuple[Tensor, int, Stored]] = deque()
+        self._in_use: int | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function``; what its operations save for backward goes to CPU memory."""
+        with self.hooks():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Within this, what is saved for backward goes to CPU memory, as one group."""
+        group = len(self._groups)
+        self._groups.append(weakref.WeakSet())
+
+        def pack(tensor: Tensor) -> Tensor | View:
+            return self._store(tensor, group) if self.host.movable(tensor) else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            yield
+
+    def settle(self) -> None:
+        """The forward is over: the device need not hold anything for copies that are under way.
+
+        Raises ``RuntimeError`` as autograd does when a saved tensor was written in place.
+        """
+        while self._leaving:
+            self._let_go()
+
+    def _store(self, tensor: Tensor, group: int) -> View:
+        with self.host.lock, torch.no_grad():
+            storage = tensor.untyped_storage()
+            version, stored = self._known.get(storage, (-1, None))
+            if stored is None or version != tensor._version:
+                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                stored = Stored(self.host, source)
+                self._known[storage] = tensor._version, stored
+                self._leaving.append((tensor.detach(), tensor._version, stored))
+                if len(self._leaving) > MOST_LEAVING:
+                    self._let_go()
+            stored.views += 1
+            self._groups[group].add(stored)
+            counting = tally()
+            if counting is not None:
+                counting.offloaded += 1
+            return View(
+                stored,
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(tensor.storage_offset()),
+                group,
+            )
+
+    def _let_go(self) -> None:
+        # The stream of the model waits for the copy, so that memory which is freed here and used
+        # again there is not overwritten early. (`record_stream` would be right too, but leaves it
+        # to the timing of the two streams when the memory can be used again.)
+        source, version, stored = self._leaving.popleft()
+        self.host.accelerator.current_stream(source.device).wait_event(stored.left)
+        if source._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(source.shape)} that backward needs was written in place "
+                "while it was on its way to CPU memory"
+            )
+
+    def _unpack(self, packed: Tensor | View) -> Tensor:
+        if not isinstance(packed, View):
+            return packed
+        with self.host.lock, torch.no_grad():
+            tensor = packed.tensor()
+            if self.order is not None and packed.group != self._in_use:
+                if self._in_use is not None:
+                    self.order[self._in_use] = packed.group
+                self._in_use = packed.group
+                following = self.order.get(packed.group)
+                if following is not None and following < len(self._groups):
+                    for stored in self._groups[following]:
+                        stored.fetch()
+            return tensor

@@ -1,0 +1,96 @@
+"""Feed-forwards and attentions inside the blocks, run as the block around them wants it.
+
+The schedule is about blocks. What is recomputed, kept or offloaded *inside* a block is about
+parts of it, which a family file names. The calls of those parts are intercepted as calls of
+blocks are (see ``intercept``); a block's run says with ``treated`` how they are to run, and
+without that they run plainly.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+
+from .intercept import original_call
+from .report import Tally
+from .stacks import uncompiled
+
+Kind = Literal["feed_forward", "attention"]
+
+# Calls a function with the arguments that follow it: plainly, or to be recomputed, or ...
+Runner = Callable[..., Any]
+
+
+class _Around(threading.local):
+    """What this thread is in the middle of."""
+
+    runners: Mapping[Kind, Runner] = {}
+    tally: Tally | None = None
+
+
+_around = _Around()
+
+
+class Part:
+    """The way through which the calls of one kind of part come.
+
+    in_graph: how such a part runs where its block is compiled and no block's run is around it.
+    """
+
+    def __init__(self, kind: Kind, in_graph: Runner | None = None):
+        self.kind = kind
+        self.in_graph = in_graph
+
+    @property
+    def open_for_blocks(self) -> bool:
+        if torch.compiler.is_compiling():
+            return self.in_graph is not None and torch.is_grad_enabled()
+        return self.kind in _around.runners
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        call = original_call(module)
+        if self.in_graph is not None and torch.compiler.is_compiling():
+            return self.in_graph(call, *args, **kwargs)
+        return _around.runners[self.kind](call, *args, **kwargs)
+
+
+@contextmanager
+def treated(runners: Mapping[Kind, Runner]) -> Iterator[None]:
+    """Within this, parts run through the runner of their kind."""
+    before = _around.runners
+    _around.runners = runners
+    try:
+        yield
+    finally:
+        _around.runners = before
+
+
+@contextmanager
+def tallying() -> Iterator[Tally]:
+    """Count what happens within this; see ``tally``."""
+    before = _around.tally
+    _around.tally = Tally()
+    try:
+        yield _around.tally
+    finally:
+        _around.tally = before
+
+
+def tally() -> Tally | None:
+    """What is being counted in this thread: the run of a block in forward, or nothing."""
+    return _around.tally
+
+
+def parts_of(block: Module, paths: Iterable[str]) -> list[Module]:
+    """The modules at ``paths`` in ``block``; not every block of a stack has them all."""
+    found = []
+    for path in paths:
+        part: Any = uncompiled(block)
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if isinstance(part, Module):
+            found.append(part)
+    return found

@@ -1,0 +1,619 @@
+"""What runs once, what runs twice and what is kept inside the blocks, counted where it runs."""
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from toys import WIDTH, WithDoor, toy
+from training import REGISTRY, add_lora, family, keys, model_and_inputs
+
+import simpletuner_segckpt
+from simpletuner_segckpt import keep
+from simpletuner_segckpt.measure import LiveBytes
+from simpletuner_segckpt.parts import parts_of
+from simpletuner_segckpt.prove import counted, step
+from simpletuner_segckpt.report import UNITS
+from simpletuner_segckpt.stacks import blocks_of
+from simpletuner_segckpt.tiny import make_inputs, make_model, missing_needs
+
+BACKEND = "gradient_checkpointing_backend"
+KEEP = "gradient_checkpointing_keep"
+OFFLOAD = "gradient_checkpointing_offload_attention"
+FFN = {BACKEND: "torch-ffn"}
+
+TINY = {
+    f"{fam.title} {tiny.model_class.rpartition('.')[2]}": (fam, tiny)
+    for fam in REGISTRY
+    for tiny in fam.tiny
+    if not missing_needs(tiny) and "ZImageControlNet" not in tiny.model_class
+}
+
+
+def with_part(part):
+    return [
+        pytest.param(fam, tiny, id=name)
+        for name, (fam, tiny) in TINY.items()
+        if any(getattr(stack, part) for stack in fam.stacks)
+    ]
+
+
+class Counts(TorchDispatchMode):
+    """Runs of attention operators, and of projections that come down inside feed-forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = self.down = self.inside = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.attention += keep.is_attention(func)
+        self.down += self.inside > 0 and keep.comes_down(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted_parts(model, stacks, counts):
+    """Calls of feed-forwards and attentions, by stack, block and kind."""
+    calls = Counter()
+    undo = []
+
+    def counting(module, key):
+        original = module.forward
+
+        def forward(*args, **kwargs):
+            calls[key] += 1
+            counts.inside += key[2] == "feed_forward"
+            try:
+                return original(*args, **kwargs)
+            finally:
+                counts.inside -= key[2] == "feed_forward"
+
+        module.forward = forward
+        undo.append(module)
+
+    for path, stack in stacks:
+        for index, block in enumerate(blocks_of(model, path)):
+            for kind, paths in (
+                ("feed_forward", stack.projections),
+                ("attention", stack.attention),
+            ):
+                for part in parts_of(block, paths):
+                    counting(part, (path, index, kind))
+    try:
+        yield calls
+    finally:
+        for module in undo:
+            del module.forward
+
+
+def watched(model, inputs, stacks):
+    """A training step, with its counts."""
+    counts = Counts()
+    with counted_parts(model, stacks, counts) as calls, counts:
+        result = step(model, inputs)
+    return result, counts, calls
+
+
+def described(fam, report):
+    return [(s.path, fam.stack_at(s.path)) for s in report.stacks if s.path != UNITS]
+
+
+@pytest.mark.parametrize(("fam", "tiny"), with_part("feed_forward"))
+def test_only_the_feed_forwards_of_covered_blocks_run_twice(fam, tiny):
+    model, inputs = make_model(tiny).train(), make_inputs(tiny)
+    installation = simpletuner_segckpt.apply(model, {**FFN, **keys(2, 3)}, family=fam)
+    stacks = described(fam, installation.report)
+    installation.remove()
+    expected, _, once = watched(model, inputs, stacks)
+    installation = simpletuner_segckpt.apply(model, {**FFN, **keys(2, 3)}, family=fam)
+    for _ in range(2):
+        with counted(model, [path for path, _ in stacks]) as block_calls:
+            got, _, calls = watched(model, inputs, stacks)
+        assert got == expected
+        for planned in installation.report.stacks:
+            if planned.path == UNITS:
+                continue
+            separable = fam.stack_at(planned.path).feed_forward
+            assert planned.covered == (
+                tuple(b for b in range(planned.blocks) if b % 3 < 2) if separable else ()
+            )
+            assert set(block_calls[planned.path].values()) == {1}
+            for block in range(planned.blocks):
+                key = (planned.path, block, "attention")
+                assert calls[key] == once[key]
+                key = (planned.path, block, "feed_forward")
+                again = calls[key] - once[key]
+                ran = installation.effect[planned.path].spans[block].tally.feed_forwards
+                assert ran == (once[key] if block in planned.covered else 0)
+                # The text half of a last block leads nowhere, so nothing needs it again.
+                unused = block == planned.blocks - 1 and again == ran - 1
+                assert again == ran or unused
+        assert sum(calls.values()) > sum(once.values())
+
+
+@pytest.mark.parametrize("kept", [("attention",), ("attention", "ffn")], ids="-".join)
+@pytest.mark.parametrize(("fam", "tiny"), with_part("attention"))
+def test_what_is_kept_runs_once_and_the_rest_twice(fam, tiny, kept):
+    if "ffn" in kept and not any(stack.projections for stack in fam.stacks):
+        kept = ("attention",)
+    model, inputs = make_model(tiny).train(), make_inputs(tiny)
+    config = {**keys(2), KEEP: list(kept)}
+    installation = simpletuner_segckpt.apply(model, config, family=fam)
+    stacks = described(fam, installation.report)
+    installation.remove()
+    expected, once, calls_once = watched(model, inputs, stacks)
+    installation = simpletuner_segckpt.apply(model, config, family=fam)
+    for _ in range(2):
+        with counted(model, [path for path, _ in stacks]) as block_calls:
+            got, counts, calls = watched(model, inputs, stacks)
+        assert got == expected
+        assert counts.attention == once.attention
+        for path, stack in stacks:
+            assert set(block_calls[path].values()) == {2}
+            for index in range(len(blocks_of(model, path))):
+                for kind in ("attention", "feed_forward") if stack.feed_forward else ("attention",):
+                    key = (path, index, kind)
+                    assert calls[key] == 2 * calls_once[key]
+        if "ffn" in kept:
+            assert counts.down == once.down > 0
+            effects = [installation.effect[path] for path, stack in stacks if stack.projections]
+            assert all(effect.kept["ffn"] > 0 for effect in effects)
+        kept_outputs = sum(stack.kept["attention"] for stack in installation.effect.stacks)
+        outside = sum(s.kept["attention"] for s in installation.effect.stacks if s.path == UNITS)
+        assert 0 < kept_outputs - outside <= once.attention
+
+
+# The whole matrix: bit-equal gradients, or a refusal that says why.
+
+SCHEDULES = {"1": keys(1), "2": keys(2), "2/4": keys(2, 4)}
+KEPT = [[], ["attention"], ["ffn"], ["attention", "ffn"]]
+BACKENDS = ["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
+
+
+@pytest.fixture(scope="module", params=["flux", "wan", "sd3"])
+def trained(request):
+    """A model with a LoRA that has dropout, and its gradients without checkpointing."""
+    model, inputs = model_and_inputs(request.param)
+    add_lora(model)
+    return model, inputs, step(model, inputs)
+
+
+@pytest.mark.parametrize("condition", [{}, {"crepa_enabled": True}], ids=["", "per-block"])
+@pytest.mark.parametrize("keep_last", [0, 1])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("kept", KEPT, ids="-".join)
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_matrix(trained, backend, offload, kept, schedule, keep_last, condition):
+    model, inputs, expected = trained
+    config = {
+        **schedule,
+        **condition,
+        BACKEND: backend,
+        KEEP: kept,
+        OFFLOAD: offload,
+        "gradient_checkpointing_keep_last": keep_last,
+    }
+    if kept and backend.endswith("-ffn"):
+        with pytest.raises(simpletuner_segckpt.ConfigError, match="SEG305 error"):
+            simpletuner_segckpt.apply(model, config)
+        return
+    installation = simpletuner_segckpt.apply(model, config)
+    try:
+        for _ in range(2):
+            assert step(model, inputs) == expected
+        for planned in installation.report.stacks:
+            effect = installation.effect[planned.path]
+            assert set(effect.kept) == (set(planned.kept) if planned.covered else set())
+            assert (effect.feed_forwards > 0) == bool(planned.feed_forward)
+            assert effect.covered == planned.covered
+        segmented = max(schedule["gradient_checkpointing_interval"], 1) > 1 and not condition
+        whole = not backend.endswith("-ffn")
+        assert (installation.report.strategy == "segmented") == (segmented and whole)
+    finally:
+        installation.remove()
+
+
+# Each in more depth.
+
+
+def test_bytes_that_are_kept():
+    """An attention's output and log-sum-exp, and what the down-projection gives; nothing else."""
+    model, inputs = model_and_inputs("wan")
+
+    def kept(**config):
+        installation = simpletuner_segckpt.apply(model, config)
+        with LiveBytes() as live:
+            output = model(**inputs)
+        installation.remove()
+        total = live.total
+        del output
+        assert not live.total
+        return total
+
+    tokens, width, heads, blocks, fp32 = 64, 32, 2, 5, 4
+    layer = kept()
+    outputs = 2 * tokens * width * fp32 * blocks  # of self- and cross-attention
+    sums = 2 * tokens * heads * fp32 * blocks
+    assert kept(**{KEEP: "attention"}) == layer + outputs + sums
+    projections = tokens * width * fp32 * blocks
+    assert kept(**{KEEP: ["attention", "ffn"]}) == layer + outputs + sums + projections
+
+
+def test_several_feed_forwards_in_a_block():
+    model, inputs = model_and_inputs("flux")
+    installation = simpletuner_segckpt.apply(model, FFN)
+    step(model, inputs)
+    double, single = installation.report.stacks
+    assert (double.strategy, double.feed_forward) == ("per-block", ("ff", "ff_context"))
+    assert (single.strategy, single.reason) == (
+        "off",
+        "its blocks have no feed-forward of their own",
+    )
+    assert installation.effect["transformer_blocks"].feed_forwards == 10
+    assert "10 feed-forwards recomputed" in str(installation.effect)
+
+
+@pytest.mark.parametrize("name", ["prx", "sd1x"])
+@pytest.mark.parametrize("backend", ["torch-ffn", "unsloth-ffn"])
+def test_a_family_without_a_feed_forward_is_refused(tmp_path, name, backend):
+    model, inputs = model_and_inputs(name)
+    before = step(model, inputs)
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"model_family": "{name}",\n "{BACKEND}": "{backend}"}}')
+    whole = backend.removesuffix("-ffn")
+    title = family(name).title
+    message = (
+        rf"config\.json:2:2: SEG402 error: `{BACKEND}` is {backend}, but {title} has no "
+        rf"feed-forward of its own; write {whole}$"
+    )
+    with pytest.raises(simpletuner_segckpt.ConfigError, match=message):
+        simpletuner_segckpt.apply(model, path)
+    assert not model._forward_pre_hooks
+    assert step(model, inputs) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (FFN, "is torch-ffn, but no family describes WithDoor; write torch"),
+        ({KEEP: "ffn"}, "names ffn, but no family describes WithDoor; leave it out"),
+        ({OFFLOAD: True}, "is true, but no family describes WithDoor; write false"),
+    ],
+)
+def test_a_model_that_nobody_described_has_no_parts(config, message):
+    model, _ = toy(WithDoor)
+    with pytest.raises(simpletuner_segckpt.ConfigError, match=message):
+        simpletuner_segckpt.apply(model, config)
+
+
+def test_attention_can_be_kept_in_a_model_that_nobody_described():
+    model, inputs = model_and_inputs("sd3")
+    expected = step(model, inputs)
+    registry = simpletuner_segckpt.FamilyRegistry()
+    installation = simpletuner_segckpt.apply(
+        model, {**keys(2), KEEP: "attention"}, registry=registry
+    )
+    for _ in range(2):
+        assert step(model, inputs) == expected
+        assert installation.effect["transformer_blocks"].kept == {"attention": 7}
+    assert installation.effect["transformer_blocks"].strategy == "segmented"
+
+
+def test_every_checkpoint_call_is_non_reentrant(monkeypatch):
+    calls = []
+    original = torch.utils.checkpoint.checkpoint
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
+    for name in ("flux", "wan", "ltxvideo2"):
+        model, inputs = model_and_inputs(name)
+        for backend in BACKENDS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                installation = simpletuner_segckpt.apply(model, {BACKEND: backend})
+                step(model, inputs)
+                installation.remove()
+    assert calls
+    assert set(calls) == {False}
+
+
+# Attention that can be skipped in the recompute, and attention that cannot.
+
+
+@pytest.mark.parametrize(
+    ("operator", "is_one"),
+    [
+        (torch.ops.aten._scaled_dot_product_flash_attention.default, True),
+        (torch.ops.aten._scaled_dot_product_efficient_attention.default, True),
+        (torch.ops.aten._scaled_dot_product_cudnn_attention.default, True),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, True),
+        (torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default, True),
+        (torch.ops.aten._flash_attention_forward.default, True),
+        (torch.ops.aten._efficient_attention_forward.default, True),
+        (torch.ops.higher_order.flex_attention, True),
+        (torch.ops.aten._scaled_dot_product_flash_attention_backward.default, False),
+        (torch.ops.aten._flash_attention_backward.default, False),
+        (torch.ops.higher_order.flex_attention_backward, False),
+        (torch.ops.aten.mm.default, False),
+        (torch.ops.aten._softmax.default, False),
+    ],
+    ids=str,
+)
+def test_attention_operators(operator, is_one):
+    assert keep.is_attention(operator) == is_one
+
+
+def test_every_fused_attention_of_torch_is_known():
+    forward = {
+        name
+        for name in dir(torch.ops.aten)
+        if name.startswith("_scaled_dot_product_") and "backward" not in name
+    }
+    assert len(forward) >= 6
+    for name in forward:
+        packet = getattr(torch.ops.aten, name)
+        assert all(keep.is_attention(getattr(packet, o)) for o in packet.overloads())
+
+
+def test_the_math_kernel_is_recomputed_and_that_is_said_once(caplog):
+    model, inputs = model_and_inputs("wan")
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = step(model, inputs)
+        installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: "attention"})
+        for _ in range(3):
+            assert step(model, inputs) == expected
+    assert not installation.effect["blocks"].kept
+    assert [record.message for record in caplog.records] == [
+        "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
+        "attention operator that can be skipped in the recompute"
+    ]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_kernels_and_autocast(kernel, autocast):
+    model, inputs = model_and_inputs("sd3")
+    add_lora(model)
+    config = {**keys(2), KEEP: ["attention", "ffn"]}
+    with sdpa_kernel(kernel):
+        expected = step(model, inputs, autocast)
+        installation = simpletuner_segckpt.apply(model, config)
+        for _ in range(2):
+            assert step(model, inputs, autocast) == expected
+    kept = installation.effect["transformer_blocks"].kept
+    assert (kept["attention"] > 0) == (kernel is SDPBackend.FLASH_ATTENTION)
+    assert kept["ffn"] == 9
+
+
+LIBRARY = torch.library.Library("segckpt_flash_attn", "DEF")
+LIBRARY.define("forward(Tensor q, float dropout_p) -> (Tensor, Tensor)")
+LIBRARY.define("forward_into(Tensor q, Tensor(a!)? out) -> Tensor")
+RUNS: Counter[str] = Counter()
+
+
+def _forward(q, dropout_p):
+    RUNS["forward"] += 1
+    return torch.nn.functional.dropout(q, dropout_p) * 2, q.sum(-1)
+
+
+def _forward_into(q, out):
+    RUNS["forward_into"] += 1
+    if out is not None:
+        out.copy_(q)
+    return q * 2
+
+
+LIBRARY.impl("forward", _forward, "CPU")
+LIBRARY.impl("forward_into", _forward_into, "CPU")
+
+
+class RegisteredAttention(torch.autograd.Function):
+    """As the libraries of fused attentions call their operators."""
+
+    @staticmethod
+    def forward(ctx, q, how):
+        if how == "plain" or how == "dropout":
+            out, ctx.lse = torch.ops.segckpt_flash_attn.forward(q, 0.5 if how == "dropout" else 0.0)
+        else:
+            buffer = torch.empty_like(q) if how == "into a buffer" else None
+            out = torch.ops.segckpt_flash_attn.forward_into(q, buffer)
+        ctx.save_for_backward(q, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, out = ctx.saved_tensors
+        return gradient * (out + q), None
+
+
+class AttendingBlock(nn.Module):
+    how = "plain"
+
+    def __init__(self):
+        super().__init__()
+        self.to_q = nn.Linear(WIDTH, WIDTH)
+        self.after = nn.Dropout(0.3)
+
+    def forward(self, hidden_states, temb):
+        attended = RegisteredAttention.apply(self.to_q(hidden_states), self.how)
+        return hidden_states + torch.sin(self.after(attended)) * temb
+
+
+@pytest.mark.parametrize(
+    ("how", "runs", "kept"),
+    [
+        ("plain", 1, 6),
+        ("dropout", 2, 0),  # later random numbers would differ if it were skipped
+        ("without a buffer", 1, 6),
+        ("into a buffer", 2, 0),  # the buffer would stay as it was
+    ],
+)
+def test_registered_attention_operators(how, runs, kept):
+    model, inputs = toy(WithDoor)
+    model.blocks = nn.ModuleList(AttendingBlock() for _ in range(6))
+    for block in model.blocks:
+        block.how = how
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: "attention"})
+    for _ in range(2):  # in the first one each segment is tried out, too
+        RUNS.clear()
+        assert step(model, inputs) == expected
+        assert installation.effect["blocks"].kept["attention"] == kept
+    assert sum(RUNS.values()) == 6 * runs
+
+
+# Beside everything else.
+
+
+def test_switched_off_for_validation():
+    model, inputs = model_and_inputs("wan")
+    stacks = [("blocks", family("wan").stack_at("blocks"))]
+    _, _, once = watched(model, inputs, stacks)
+    simpletuner_segckpt.apply(model, FFN)
+    model.disable_gradient_checkpointing()
+    assert watched(model, inputs, stacks)[2] == once
+    model.enable_gradient_checkpointing()
+    _, _, calls = watched(model, inputs, stacks)
+    assert calls[("blocks", 0, "feed_forward")] == 2
+    counts = Counts()
+    with torch.no_grad(), counted_parts(model, stacks, counts) as calls:
+        model(**inputs)
+    assert set(calls.values()) == {1, 2}  # feed-forward, and two attentions
+    assert calls[("blocks", 0, "feed_forward")] == 1
+
+
+@pytest.mark.parametrize("config", [FFN, {KEEP: ["attention", "ffn"], **keys(2)}], ids=str)
+def test_removal_and_copies(config):
+    model, inputs = model_and_inputs("flux")
+    expected = step(model, inputs)
+    classes = [type(module) for module in model.modules()]
+    names = list(model.state_dict())
+    installation = simpletuner_segckpt.apply(model, config)
+    step(model, inputs)
+    assert list(model.state_dict()) == names
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        stacks = [("transformer_blocks", family("flux").stacks[0])]
+        for _ in range(2):
+            got, _, calls = watched(other, inputs, stacks)
+            assert got == expected
+        assert calls[("transformer_blocks", 0, "feed_forward")] == 4
+        simpletuner_segckpt.remove(other)
+        assert [type(module) for module in other.modules()] == classes
+    installation.remove()
+    assert [type(module) for module in model.modules()] == classes
+    assert not any("_segckpt_door" in module.__dict__ for module in model.modules())
+    assert step(model, inputs) == expected
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("config", [FFN, {KEEP: ["attention", "ffn"], **keys(2)}], ids=str)
+def test_lora_on_the_parts_before_and_after(config, before):
+    lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["ff.net.2", "proj_out", "to_out.0"])
+
+    def model():
+        made, inputs = model_and_inputs("flux")
+        if before is None or before:
+            made.add_adapter(lora)
+        return made, inputs
+
+    reference, inputs = model()
+    if not before:
+        reference.add_adapter(lora)
+    torch.manual_seed(3)
+    for name, parameter in reference.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    expected = step(reference, inputs)
+    trained, _ = model()
+    installation = simpletuner_segckpt.apply(trained, config)
+    if not before:
+        trained.add_adapter(lora)
+    trained.load_state_dict(reference.state_dict())
+    for _ in range(2):
+        assert step(trained, inputs) == expected
+    effect = installation.effect["transformer_blocks"]
+    assert effect.feed_forwards == 10 or effect.kept["ffn"] >= 10
+
+
+def test_frozen_parts_are_not_recomputed():
+    model, inputs = model_and_inputs("wan")
+    model.requires_grad_(False)
+    model.proj_out.requires_grad_(True)
+    stacks = [("blocks", family("wan").stack_at("blocks"))]
+    expected, _, once = watched(model, inputs, stacks)
+    for config in (FFN, {KEEP: ["attention", "ffn"]}):
+        installation = simpletuner_segckpt.apply(model, config)
+        got, _, calls = watched(model, inputs, stacks)
+        assert got == expected
+        assert calls == once
+        installation.remove()
+
+
+# What is said beforehand.
+
+
+def report_lines(name, config):
+    model, _ = model_and_inputs(name)
+    installation = simpletuner_segckpt.apply(model, config)
+    installation.remove()
+    return installation.report.lines()
+
+
+def test_the_report_says_what_happens_inside_the_blocks():
+    config = {**keys(2, 4), BACKEND: "unsloth", KEEP: ["attention", "ffn"], OFFLOAD: True}
+    assert report_lines("wan", config)[1:] == [
+        "blocks: 5 blocks, segmented",
+        "  [0 1] 2 3 [4]",
+        "  3 recomputed in 2 checkpoint calls, 2 kept",
+        "  of the recomputed blocks the outputs of attention and ffn are kept",
+        "  the inputs of each checkpoint call wait in CPU memory",
+        "  what attention saves waits in CPU memory: blocks 2 3",
+    ]
+    assert report_lines("wan", {BACKEND: "unsloth-ffn", OFFLOAD: True, **keys(1, 2)})[1:] == [
+        "blocks: 5 blocks, per-block (unsloth-ffn recomputes each feed-forward by itself)",
+        "  [0] 1 [2] 3 [4]",
+        "  the feed-forward (ffn) of 3 recomputed, 2 kept",
+        "  the inputs of each checkpoint call wait in CPU memory",
+        "  what attention saves waits in CPU memory: all blocks",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "messages"),
+    [
+        (
+            "wan",
+            {OFFLOAD: True},
+            ["SEG304 warning: `gradient_checkpointing_offload_attention` has no"],
+        ),
+        ("wan", {OFFLOAD: True, **keys(1, 2)}, []),
+        ("wan", {OFFLOAD: True, **FFN}, []),
+        (
+            "flux",
+            FFN,
+            [
+                "SEG402 warning: `gradient_checkpointing_backend` is torch-ffn: the blocks of "
+                "single_transformer_blocks have no feed-forward of their own and run normally"
+            ],
+        ),
+        ("flux", {KEEP: "ffn"}, []),
+    ],
+)
+def test_findings_about_a_model(name, config, messages, caplog):
+    model, _ = model_and_inputs(name)
+    simpletuner_segckpt.apply(model, config)
+    said = [r.message for r in caplog.records if "no accelerator" not in r.message]
+    assert len(said) == len(messages)
+    for text, message in zip(said, messages, strict=True):
+        assert text.startswith(message)

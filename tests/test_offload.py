@@ -1,0 +1,471 @@
+"""Offloading, on an accelerator whose copies happen only when somebody waits for them."""
+
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+from accelerators import FakeAccelerator, no_copy_is_late
+from training import add_lora, keys, model_and_inputs
+
+import simpletuner_segckpt
+from simpletuner_segckpt import offload
+from simpletuner_segckpt.accelerator import Accelerator
+from simpletuner_segckpt.offload import MOST_LEAVING, HostMemory, Offload, Stored
+from simpletuner_segckpt.pinned import BufferPool
+from simpletuner_segckpt.prove import loss_of, step
+
+OFFLOAD = {"gradient_checkpointing_offload_attention": True}
+PREFETCH = {**OFFLOAD, "gradient_checkpointing_offload_prefetch": True}
+BACKEND = "gradient_checkpointing_backend"
+BUCKETS = "gradient_checkpointing_offload_pin_memory_max_buckets"
+NO_RECOMPUTE = {"gradient_checkpointing_keep_last": 100}
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    fake = FakeAccelerator()
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(Accelerator, "current", classmethod(lambda cls: fake))
+    return fake
+
+
+def host(accelerator, buckets=12):
+    return HostMemory(accelerator, BufferPool(buckets, accelerator.pinned))
+
+
+def pool_of(installation):
+    return installation._owner.backend._host.pool
+
+
+class Saves(torch.autograd.Function):
+    """Saves tensors, and shows what comes back in backward."""
+
+    @staticmethod
+    def forward(ctx, x, back, *tensors):
+        ctx.back = back
+        ctx.save_for_backward(*tensors)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.back += ctx.saved_tensors
+        return (gradient, None, *[None] * len(ctx.needs_input_grad[2:]))
+
+
+def round_trip(accelerator, *tensors):
+    """What comes back of ``tensors`` after a trip through CPU memory."""
+    x = torch.ones(3, requires_grad=True)
+    back: list[torch.Tensor] = []
+    moving = Offload(host(accelerator))
+    with moving.hooks():
+        y = Saves.apply(x, back, *tensors)
+    moving.settle()
+    y.sum().backward()
+    return back
+
+
+FUSED = torch.arange(120.0).view(2, 5, 12)
+SAVED = {
+    "contiguous": [torch.ones(4, 6)],
+    "transposed": [FUSED[0].t()],
+    "sliced": [FUSED[0][1:, ::2]],
+    "expanded": [torch.ones(4, 1).expand(4, 6)],
+    "channels last": [torch.ones(2, 3, 8, 8).to(memory_format=torch.channels_last)],
+    "bfloat16": [torch.ones(7).bfloat16()],
+    "integers with an offset": [torch.arange(9)[3:]],
+    "booleans": [torch.arange(5) > 2],
+    "complex": [torch.ones(3, 4, dtype=torch.complex64)],
+    "conjugated": [torch.full((3, 4), 1j).conj()],
+    "a scalar": [torch.tensor(2.5)],
+    "empty": [torch.empty(0, 4)],
+    "three of one": list(FUSED.chunk(3, -1)),
+    "overlapping": [FUSED, FUSED[0], FUSED.view(-1)],
+}
+
+
+@pytest.mark.parametrize("tensors", SAVED.values(), ids=SAVED.keys())
+def test_what_comes_back_is_what_was_saved(accelerator, tensors):
+    back = round_trip(accelerator, *tensors)
+    for before, after in zip(tensors, back, strict=True):
+        assert torch.equal(before, after)
+        assert (after.shape, after.stride(), after.dtype) == (
+            before.shape,
+            before.stride(),
+            before.dtype,
+        )
+        assert after.storage_offset() == before.storage_offset()
+    assert no_copy_is_late(accelerator)
+
+
+def test_views_of_one_storage_are_moved_once(accelerator):
+    back = round_trip(accelerator, *FUSED.chunk(3, -1))
+    assert accelerator.stored == accelerator.restored == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in back}) == 1
+    assert back[0].untyped_storage().data_ptr() != FUSED.untyped_storage().data_ptr()
+
+
+def test_a_storage_that_was_written_since_is_moved_again(accelerator):
+    x = torch.ones(3, requires_grad=True)
+    back: list[torch.Tensor] = []
+    state = torch.zeros(400)
+    moving = Offload(host(accelerator))
+    with moving.hooks():
+        first = Saves.apply(x, back, state)
+        moving.settle()
+        state += 1
+        second = Saves.apply(first, back, state)
+    moving.settle()
+    second.sum().backward()
+    assert [tensor.mean().item() for tensor in back] == [1.0, 0.0]
+    assert accelerator.stored == 2
+
+
+def test_a_write_into_a_storage_that_is_being_moved_is_an_error(accelerator):
+    state = torch.zeros(400)
+    moving = Offload(host(accelerator))
+    with moving.hooks():
+        Saves.apply(torch.ones(3, requires_grad=True), [], state)
+    state += 1
+    with pytest.raises(RuntimeError, match=r"shape \(400,\) that backward needs was written"):
+        moving.settle()
+
+
+def test_parameters_and_their_views_stay(accelerator):
+    layer = torch.nn.Linear(64, 64)
+    x = torch.randn(2, 64, requires_grad=True)
+    moving = Offload(host(accelerator))
+    with moving.hooks():
+        y = layer(x)
+    assert accelerator.stored == 1  # x; the weight is saved as a transposed view
+    y.sum().backward()
+
+
+def test_only_a_few_tensors_wait_for_their_copies(accelerator):
+    x = torch.ones(3, requires_grad=True)
+    moving = Offload(host(accelerator))
+    with moving.hooks():
+        for _ in range(MOST_LEAVING + 3):
+            x = Saves.apply(x, [], torch.randn(300))
+            assert len(moving._leaving) <= MOST_LEAVING
+    done = accelerator.streams[0].done
+    moving.settle()
+    assert accelerator.streams[0].done > done
+    assert not moving._leaving
+    assert no_copy_is_late(accelerator)
+
+
+# The pool.
+
+
+def sizes(pool):
+    return {size: len(free) for size, free in pool.buckets.items()}
+
+
+def test_buffers_are_used_again(accelerator):
+    pool = BufferPool(2, accelerator.pinned)
+    first = pool.take(100)
+    pool.give(first)
+    assert pool.take(100) is first
+    assert pool.take(100) is not first
+    assert accelerator.pinned_sizes == [100, 100]
+
+
+def test_sizes_beyond_the_limit_are_pageable(accelerator):
+    pool = BufferPool(2, accelerator.pinned)
+    assert [pool.take(n).pinned for n in (300, 200, 100)] == [True, True, False]
+    assert sizes(pool) == {300: 0, 200: 0}
+
+
+def test_the_least_asked_for_bucket_gives_way(accelerator):
+    pool = BufferPool(2, accelerator.pinned)
+    large, small = pool.take(300), pool.take(200)
+    assert [pool.take(150).pinned for _ in range(2)] == [False, True]  # 300 bytes beat 200
+    assert sizes(pool) == {300: 0, 150: 0}
+    pool.give(small)  # nobody asks for it any more
+    pool.give(large)
+    assert sizes(pool) == {300: 1, 150: 0}
+
+
+def test_no_bucket_at_all_never_pins(accelerator):
+    pool = BufferPool(0, accelerator.pinned)
+    assert not pool.take(100).pinned
+    assert accelerator.pinned_sizes == []
+
+
+def test_a_failed_pin_falls_back_and_is_said_once(caplog):
+    accelerator = FakeAccelerator(pinnable=250)
+    pool = BufferPool(12, accelerator.pinned)
+    taken = [pool.take(100) for _ in range(4)]
+    assert [buffer.pinned for buffer in taken] == [True, True, False, False]
+    assert [record.message for record in caplog.records] == [
+        "no pinned memory, offloading to pageable memory: cannot lock so much memory"
+    ]
+    for buffer in taken:
+        pool.give(buffer)
+    assert not pool.take(100).pinned
+
+
+# Whole models.
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "sd3"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {BACKEND: "unsloth"},
+        {BACKEND: "unsloth", **keys(2)},
+        {BACKEND: "unsloth", **keys(2, 4, 1), **OFFLOAD},
+        {BACKEND: "unsloth-ffn", **PREFETCH},
+        {**keys(2, 4), **OFFLOAD, BUCKETS: 0},
+        {**keys(1, 2), **PREFETCH, BUCKETS: 1},
+        {**NO_RECOMPUTE, **PREFETCH},
+    ],
+    ids=str,
+)
+def test_gradients(accelerator, name, config):
+    model, inputs = model_and_inputs(name)
+    add_lora(model)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, config)
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    assert accelerator.stored == accelerator.restored > 0
+    assert no_copy_is_late(accelerator)
+    assert sum(stack.offloaded for stack in installation.effect.stacks) > 0
+
+
+def test_what_a_checkpoint_call_keeps_is_moved(accelerator):
+    """Segmented and block by block: one tensor for each call, and shared ones once."""
+    model, inputs = model_and_inputs("wan")
+    for config in (keys(2), {**keys(2), "crepa_enabled": True}):
+        installation = simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **config})
+        step(model, inputs)
+        stored = accelerator.stored
+        step(model, inputs)
+        calls = len(installation.effect["blocks"].segments)
+        assert calls == (5 if "crepa_enabled" in config else 3)
+        # hidden_states of each call; encoder_hidden_states, timestep_proj and the two rotary
+        # tensors are the same ones in all of them.
+        assert accelerator.stored - stored == calls + 4
+        assert installation.effect["blocks"].offloaded == calls * 5
+
+
+def test_the_torch_backend_moves_nothing(accelerator):
+    model, inputs = model_and_inputs("wan")
+    installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    step(model, inputs)
+    assert accelerator.stored == 0
+    assert installation.effect["blocks"].offloaded == 0
+
+
+def test_only_attention_of_blocks_that_keep_it_is_moved(accelerator):
+    model, inputs = model_and_inputs("wan")
+    installation = simpletuner_segckpt.apply(model, {**keys(2, 4), **OFFLOAD})
+    for _ in range(2):
+        step(model, inputs)
+        spans = installation.effect["blocks"].spans
+        assert {b: s.tally.offloaded > 0 for s in spans for b in s.blocks} == {
+            0: False,
+            1: False,
+            2: True,
+            3: True,
+            4: False,
+        }
+    assert installation.report.stacks[0].offloaded == (2, 3)
+
+
+def test_every_buffer_comes_back(accelerator):
+    model, inputs = model_and_inputs("flux")
+    installation = simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **OFFLOAD})
+    for _ in range(2):
+        step(model, inputs)
+    pinned = list(accelerator.pinned_sizes)
+    for _ in range(3):
+        step(model, inputs)
+        assert accelerator.pinned_sizes == pinned
+        assert sum(sizes(pool_of(installation)).values()) == len(pinned)
+
+
+def in_cpu_memory():
+    return sum(isinstance(thing, Stored) for thing in gc.get_objects())
+
+
+def test_a_forward_without_backward_leaves_nothing(accelerator):
+    gc.disable()
+    try:
+        model, inputs = model_and_inputs("flux")
+        simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+        for _ in range(3):
+            loss = loss_of(model(**inputs))
+            assert in_cpu_memory()
+            del loss
+            assert not in_cpu_memory()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing(accelerator, where):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **OFFLOAD})
+    step(model, inputs)
+
+    def fail(*_):
+        raise ArithmeticError("in the middle")
+
+    handle = None
+    if where == "forward":
+        handle = model.blocks[3].attn1.to_out[0].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(**inputs)
+    else:
+        loss = loss_of(model(**inputs))
+        handle = model.blocks[1].ffn.register_forward_pre_hook(fail)  # met again by the recompute
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        del loss
+    handle.remove()
+    gc.collect()
+    assert not in_cpu_memory()
+    assert step(model, inputs) == expected
+    assert no_copy_is_late(accelerator)
+
+
+def test_gradient_accumulation_with_all_forwards_first(accelerator):
+    model, inputs = model_and_inputs("wan")
+    batches = [inputs, {**inputs, "hidden_states": inputs["hidden_states"] * 2}]
+
+    def gradients():
+        model.zero_grad()
+        losses = [loss_of(model(**batch)) for batch in batches]
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(), expected))
+
+
+def test_two_models_at_once(accelerator):
+    pairs = [model_and_inputs(name) for name in ("wan", "sd3")]
+    expected = [step(*pair) for pair in pairs]
+    config = {BACKEND: "unsloth", **keys(2, 4), **PREFETCH}
+    installations = [simpletuner_segckpt.apply(model, config) for model, _ in pairs]
+    for _ in range(2):
+        losses = []
+        for model, inputs in pairs:
+            torch.manual_seed(11)
+            model.zero_grad()
+            losses.append(loss_of(model(**inputs)))
+        for loss in losses:
+            loss.backward()
+        for (model, _), before in zip(pairs, expected, strict=True):
+            assert all(
+                torch.equal(p.grad, before.gradients[name])
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            )
+    assert pool_of(installations[0]) is not pool_of(installations[1])
+
+
+def test_backward_twice(accelerator):
+    model, inputs = model_and_inputs("wan")
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+    gradients = []
+    loss = loss_of(model(**inputs))
+    for _ in range(2):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_copies_of_a_model_have_memory_of_their_own(accelerator):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+    step(model, inputs)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        stored = accelerator.stored
+        for _ in range(2):
+            assert step(other, inputs) == expected
+        assert accelerator.stored > stored
+        assert simpletuner_segckpt.remove(other) is None
+        stored = accelerator.stored
+        assert step(other, inputs) == expected
+        assert accelerator.stored == stored
+
+
+def test_threads_do_not_mix_their_tensors(accelerator):
+    model, inputs = model_and_inputs("wan")
+    with torch.no_grad():
+        batches = [{**inputs, "hidden_states": inputs["hidden_states"] * (n + 1)} for n in range(4)]
+
+    def losses_and_gradients(batch):
+        loss = loss_of(model(**batch))
+        return torch.autograd.grad(loss, [model.patch_embedding.weight])[0]
+
+    expected = [losses_and_gradients(batch) for batch in batches]
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+    losses_and_gradients(inputs)
+    found: dict[int, torch.Tensor] = {}
+
+    def work(number):
+        found[number] = losses_and_gradients(batches[number])
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[n], expected[n]) for n in range(4))
+
+
+def test_prefetch_brings_the_next_attention_while_one_is_in_use(accelerator):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+
+    def most_at_once(config):
+        """How many groups of tensors were fetched before anything waited for them."""
+        installation = simpletuner_segckpt.apply(model, {**NO_RECOMPUTE, **config})
+        step(model, inputs)
+        order = dict(installation._owner.backend._order)
+        waiting = []
+        original = FakeAccelerator.use
+
+        def use(self, tensor, stream):
+            waiting.append(len(self.streams[-1].queue))
+            original(self, tensor, stream)
+
+        FakeAccelerator.use = use
+        try:
+            assert step(model, inputs) == expected
+        finally:
+            FakeAccelerator.use = original
+        return order, max(waiting)
+
+    order, at_once = most_at_once(OFFLOAD)
+    assert (order, at_once) == ({}, 0)
+    order, at_once = most_at_once(PREFETCH)
+    # Blocks 4 to 0, in each the cross-attention before the self-attention.
+    assert order == {n: n - 1 for n in range(9, 0, -1)}
+    assert at_once > 0
+
+
+def test_without_an_accelerator_it_is_said_once(caplog):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2)})
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == (range(0, 2), range(2, 4), range(4, 5))
+    assert [record.message for record in caplog.records] == [
+        "gradient_checkpointing_backend: there is no accelerator, so nothing is moved: it is in "
+        "CPU memory already"
+    ]
