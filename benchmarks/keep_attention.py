@@ -87,38 +87,35 @@ def seconds(model, inputs) -> float:
     return time.perf_counter() - start
 
 
-def kept_bytes(model, inputs) -> int:
-    with LiveBytes() as live:
-        output = model(**inputs)[0]
-    total = live.total
-    del output
-    return total
-
-
-def flops(model, inputs) -> int:
+def bytes_and_flops(model, inputs) -> tuple[int, int]:
+    """Bytes kept between forward and backward, and FLOPs of a step."""
     with FlopCounterMode(display=False, custom_mapping=FLOPS_ON_CPU) as counter:
-        train_step(model, inputs)
-    return counter.get_total_flops()
+        with LiveBytes() as live:
+            output = model(**inputs)[0]
+        kept = live.total
+        output.float().square().mean().backward()
+    model.zero_grad(set_to_none=True)
+    return kept, counter.get_total_flops()
 
 
-def measure(model, inputs, rounds: int) -> dict[str, tuple[float, int, int]]:
+def measure(model, inputs, small, modes, rounds: int) -> dict[str, tuple[float, int, int]]:
     """By mode: step time as a ratio to `none`, kept bytes, FLOPs of a step."""
-    times: dict[str, list[float]] = {name: [] for name in MODES}
+    times: dict[str, list[float]] = {name: [] for name in modes}
     still: dict[str, tuple[int, int]] = {}
-    for number in range(rounds):
-        names = list(MODES) if number % 2 else list(reversed(MODES))
-        for name in names:
+    for number in range(-1, rounds):  # the first round counts, the others take the time
+        for name in modes if number % 2 else reversed(modes):
             installation = simpletuner_segckpt.apply(model, MODES[name])
-            train_step(model, inputs)  # the plugin's first forward records
-            times[name].append(seconds(model, inputs))
-            if number == 0:
-                still[name] = kept_bytes(model, inputs), flops(model, inputs)
+            train_step(model, small)  # the plugin's first forward records
+            if number < 0:
+                still[name] = bytes_and_flops(model, inputs)
+            else:
+                times[name].append(seconds(model, inputs))
             installation.remove()
     ratios = {
         name: median(t / none for t, none in zip(of_mode, times["none"], strict=True))
         for name, of_mode in times.items()
     }
-    return {name: (ratios[name], *still[name]) for name in MODES}
+    return {name: (ratios[name], *still[name]) for name in modes}
 
 
 def print_table(tokens: int, found: dict[str, tuple[float, int, int]]) -> None:
@@ -133,8 +130,9 @@ def print_table(tokens: int, found: dict[str, tuple[float, int, int]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TARGETS))
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -142,7 +140,8 @@ def main() -> int:
     model = build(options.device, dtype)
     missed = False
     for tokens in options.tokens:
-        found = measure(model, make_inputs(tokens, options.device, dtype), options.rounds)
+        small, inputs = (make_inputs(n, options.device, dtype) for n in (1024, tokens))
+        found = measure(model, inputs, small, options.modes, options.rounds)
         print_table(tokens, found)
         ours, wide = found["layer, keep attention"], found["seg2-stride4"]
         time_ratio, byte_ratio = ours[0] / wide[0], ours[1] / wide[1]

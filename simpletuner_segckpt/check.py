@@ -1,9 +1,10 @@
 """``segckpt check``: prove families on the versions that are installed.
 
 Each tiny model of a family file is built from its class and trained for a step under several
-schedules. A family passes when every gradient is bit-equal to the un-checkpointed step, every
-block ran as often as its schedule says, and what passes between the blocks is what the file
-says. Exit codes: 0 nothing drifted, 1 something did, 2 could not run.
+schedules, and with its feed-forwards recomputed alone or kept. A family passes when every gradient
+is bit-equal to the un-checkpointed step, every block ran as often as its schedule says, and what
+passes between the blocks and stands inside them is what the file says. Exit codes: 0 nothing
+drifted, 1 something did, 2 could not run.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from .install import Installation, apply
 from .output import command, refuse
 from .prove import Step, counted, step
 from .registry import FamilyRegistry
-from .report import UNITS
+from .report import UNITS, shortfalls
 from .stacks import blocks_of, matching
 from .tiny import load_class, make_inputs, make_model, missing_needs
 
@@ -148,12 +149,8 @@ def _behave(
     expected: Step,
     behaviour: _Behaviour,
 ) -> None:
-    for interval, stride in SCHEDULES:
-        keys = {
-            "gradient_checkpointing_interval": interval,
-            "gradient_checkpointing_segment_stride": stride,
-        }
-        installation = apply(model, keys, family=family)
+    for config in _configs(family):
+        installation = apply(model, config, family=family)
         lists = [s.path for s in installation.report.stacks if s.path != UNITS]
         try:
             for _ in range(2):  # the first step records, the second one forms segments
@@ -163,10 +160,23 @@ def _behave(
             effect = installation.effect
             if effect and any(stack.strategy == "segmented" for stack in effect.stacks):
                 behaviour.strategy = "segmented"
-            if interval > 1:
-                behaviour.add(_links(family, installation))
+            behaviour.add(_links(family, installation))
+            behaviour.add(_parts(installation))
         finally:
             installation.remove()
+
+
+def _configs(family: Family) -> Iterator[dict[str, Any]]:
+    """What is tried: schedules, and each part of the blocks that the file names."""
+    for interval, stride in SCHEDULES:
+        yield {
+            "gradient_checkpointing_interval": interval,
+            "gradient_checkpointing_segment_stride": stride,
+        }
+    if any(stack.feed_forward for stack in family.stacks):
+        yield {"gradient_checkpointing_backend": "torch-ffn"}
+    if any(stack.projections for stack in family.stacks):
+        yield {"gradient_checkpointing_keep": "ffn"}
 
 
 def _differences(
@@ -177,7 +187,8 @@ def _differences(
     for stack in installation.report.stacks:
         if stack.path == UNITS:
             continue
-        planned = Counter(dict.fromkeys(stack.covered, 2) | dict.fromkeys(stack.gap, 1))
+        twice = () if stack.feed_forward else stack.covered
+        planned = Counter(dict.fromkeys(range(stack.blocks), 1) | dict.fromkeys(twice, 2))
         if calls[stack.path] != planned:
             yield f"the blocks of `{stack.path}` do not run as often as the schedule says"
 
@@ -191,6 +202,15 @@ def _links(family: Family, installation: Installation) -> Iterator[str]:
             continue
         if effect[planned.path].segments != planned.segments:
             yield f"`{planned.path}`: {effect[planned.path].reason}"
+
+
+def _parts(installation: Installation) -> Iterator[str]:
+    """Parts of blocks that the file names and that did not do what such a part does."""
+    effect = installation.effect
+    for planned in installation.report.stacks:
+        if effect and planned.path != UNITS:
+            for shortfall in shortfalls(planned, effect[planned.path], compiled=False):
+                yield f"`{planned.path}`: {shortfall}"
 
 
 def print_table(checks: Iterable[Check]) -> None:

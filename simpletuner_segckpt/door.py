@@ -34,7 +34,7 @@ from .intercept import intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
 from .parts import Kind, Part, Runner, parts_of
 from .recording import RecordingRun
-from .report import UNITS, Condition, Effect, StackReport
+from .report import UNITS, Condition, Effect, StackReport, shortfalls
 from .schedule import Schedule, make_schedules
 from .segments import (
     Forward,
@@ -43,9 +43,8 @@ from .segments import (
     Stack,
     StackRun,
     UnitsRun,
-    shortfalls,
 )
-from .stacks import blocks_of
+from .stacks import blocks_of, is_compiled
 
 logger = logging.getLogger("simpletuner_segckpt")
 
@@ -323,7 +322,8 @@ class Door:
                 )
             elif isinstance(run, RecordingRun):
                 self._proven[run.shape, run.stack.path] = run.proof()
-            for shortfall in shortfalls(planned[run.stack.path], run):
+            compiled = any(map(is_compiled, run.stack.blocks))
+            for shortfall in shortfalls(planned[run.stack.path], run.effect(), compiled):
                 self._say(logging.WARNING, f"{run.stack.path}: {shortfall}")
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)

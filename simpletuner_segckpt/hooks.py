@@ -61,11 +61,12 @@ def _hook_inside(block: Module) -> str | None:
 def _global_hooks() -> Iterator[str]:
     for hooks in (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
         for hook in hooks.values():
-            yield f"global hook {_name(hook)}"
+            if not _made_for_recompute(hook):
+                yield f"global hook {_name(hook)}"
 
 
 def _made_for_recompute(hook: Any) -> bool:
-    """Whether a hook is torch's own: FSDP2's, or that of a profiler."""
+    """Whether a hook is torch's own: FSDP2's, or that of a profiler or a FLOP counter."""
     owner = getattr(hook, "__self__", hook)
     module = getattr(owner, "__module__", None) or type(owner).__module__
     return module.startswith("torch.")

@@ -4,6 +4,7 @@ Plain records without torch, shared by ``validate`` (before a model exists) and 
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -231,3 +232,29 @@ class Effect:
             if stack.path == path:
                 return stack
         raise KeyError(path)
+
+
+def shortfalls(planned: StackReport, effect: StackEffect, compiled: bool) -> Iterator[str]:
+    """What was planned for the inside of the blocks and did not happen in a forward, and why.
+
+    ``compiled`` says whether any block is, which hides what it does.
+    """
+
+    def blocks(spans: Iterable[Span]) -> str:
+        return "blocks " + " ".join(str(block) for span in spans for block in span.blocks)
+
+    covered = [span for span in effect.spans if span.recomputed]
+    for kind in planned.kept:
+        without = [span for span in covered if not span.tally.kept[kind]]
+        if compiled:
+            why = "compiled blocks hide their operators"
+        elif kind == "attention":
+            why = "they ran no fused attention operator that can be skipped in the recompute"
+        else:
+            why = "no projection of their feed-forward comes down from a greater width"
+        if without:
+            yield f"keep: nothing of {kind} is kept in {blocks(without)}: {why}"
+    without = [span for span in covered if not span.tally.feed_forwards]
+    if planned.feed_forward and without and not compiled:
+        names = ", ".join(planned.feed_forward)
+        yield f"{blocks(without)} did not call {names}, so nothing of them is recomputed"

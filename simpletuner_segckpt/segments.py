@@ -12,7 +12,7 @@ segments are formed wherever that record allows it.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -37,9 +37,9 @@ from .links import (
     surroundings,
 )
 from .parts import Runner, tallying
-from .report import UNITS, Condition, Effect, Span, StackEffect, StackReport, Strategy
+from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
 from .schedule import Schedule
-from .stacks import is_compiled, uncompiled
+from .stacks import uncompiled
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
 Boundary = Link | str
@@ -251,31 +251,6 @@ def run_segment(
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         result = call(*args, **kwargs)
     return result
-
-
-def shortfalls(planned: StackReport, run: StackRun) -> Iterator[str]:
-    """What was planned for the inside of blocks and did not happen in a forward, and why."""
-
-    def where(spans: Iterable[Span]) -> str:
-        return " ".join(str(block) for span in spans for block in span.blocks)
-
-    compiled = any(is_compiled(block) for block in run.stack.blocks)
-    covered = [span for span in run.spans if span.recomputed]
-    for kind in planned.kept:
-        without = [span for span in covered if not span.tally.kept[kind]]
-        if without and compiled:
-            why = "compiled blocks hide their operators"
-        elif kind == "attention":
-            why = "they ran no fused attention operator that can be skipped in the recompute"
-        else:
-            why = "no projection of their feed-forward comes down from a greater width"
-        if without:
-            yield f"keep: nothing of {kind} is kept in blocks {where(without)}: {why}"
-    if planned.feed_forward:
-        without = [span for span in covered if not span.tally.feed_forwards]
-        if without and not compiled:
-            names = ", ".join(planned.feed_forward)
-            yield f"blocks {where(without)} did not call {names}, so nothing of them is recomputed"
 
 
 class UnitsRun(StackRun):

@@ -4,21 +4,21 @@ import copy
 import pickle
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
+from counting import Counts, counted_parts, described, watched
 from peft import LoraConfig
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, add_lora, family, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt import keep
 from simpletuner_segckpt.measure import LiveBytes
-from simpletuner_segckpt.parts import parts_of
 from simpletuner_segckpt.prove import counted, step
 from simpletuner_segckpt.report import UNITS
 from simpletuner_segckpt.stacks import blocks_of
@@ -43,66 +43,6 @@ def with_part(part):
         for name, (fam, tiny) in TINY.items()
         if any(getattr(stack, part) for stack in fam.stacks)
     ]
-
-
-class Counts(TorchDispatchMode):
-    """Runs of attention operators, and of projections that come down inside feed-forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = self.down = self.inside = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.attention += keep.is_attention(func)
-        self.down += self.inside > 0 and keep.comes_down(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted_parts(model, stacks, counts):
-    """Calls of feed-forwards and attentions, by stack, block and kind."""
-    calls = Counter()
-    undo = []
-
-    def counting(module, key):
-        original = module.forward
-
-        def forward(*args, **kwargs):
-            calls[key] += 1
-            counts.inside += key[2] == "feed_forward"
-            try:
-                return original(*args, **kwargs)
-            finally:
-                counts.inside -= key[2] == "feed_forward"
-
-        module.forward = forward
-        undo.append(module)
-
-    for path, stack in stacks:
-        for index, block in enumerate(blocks_of(model, path)):
-            for kind, paths in (
-                ("feed_forward", stack.projections),
-                ("attention", stack.attention),
-            ):
-                for part in parts_of(block, paths):
-                    counting(part, (path, index, kind))
-    try:
-        yield calls
-    finally:
-        for module in undo:
-            del module.forward
-
-
-def watched(model, inputs, stacks):
-    """A training step, with its counts."""
-    counts = Counts()
-    with counted_parts(model, stacks, counts) as calls, counts:
-        result = step(model, inputs)
-    return result, counts, calls
-
-
-def described(fam, report):
-    return [(s.path, fam.stack_at(s.path)) for s in report.stacks if s.path != UNITS]
 
 
 @pytest.mark.parametrize(("fam", "tiny"), with_part("feed_forward"))
@@ -617,3 +557,117 @@ def test_findings_about_a_model(name, config, messages, caplog):
     assert len(said) == len(messages)
     for text, message in zip(said, messages, strict=True):
         assert text.startswith(message)
+
+
+# Compiled.
+
+
+class Graphs:
+    """A compiler that runs what it is given, and counts what it sees."""
+
+    def __init__(self):
+        self.forward: list[Counter[str]] = []
+        self.backward: list[Counter[str]] = []
+
+    def backend(self):
+        def compiler(graphs):
+            def compile_one(graph, _):
+                targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+                counts = {
+                    "gelu": sum("gelu" in t and "backward" not in t for t in targets),
+                    "attention": sum("attention" in t and "backward" not in t for t in targets),
+                    "addmm": sum("addmm" in t for t in targets),
+                }
+                graphs.append(Counter(counts))
+                return graph
+
+            return compile_one
+
+        return aot_autograd(
+            fw_compiler=compiler(self.forward),
+            bw_compiler=compiler(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+
+@pytest.fixture
+def graphs():
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def close(step, other):
+    """Compiled kernels round differently, about as much as they do without the plugin."""
+    return step.gradients.keys() == other.gradients.keys() and all(
+        torch.allclose(step.gradients[n], other.gradients[n], rtol=1e-4, atol=1e-6)
+        for n in step.gradients
+        if step.gradients[n] is not None
+    )
+
+
+@pytest.mark.parametrize("first", ["apply", "compile"])
+def test_feed_forwards_in_compiled_blocks(graphs, first):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    if first == "compile":
+        model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
+    simpletuner_segckpt.apply(model, {**FFN, **keys(1, 2)})
+    if first == "apply":
+        model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
+    for _ in range(3):
+        assert close(step(model, inputs), expected)
+    # One graph for covered blocks, whose feed-forward (two products, one gelu) runs in the
+    # backward as well, and one for the gaps.
+    assert [g["gelu"] for g in graphs.forward] == [1, 1]
+    assert sorted(g["gelu"] for g in graphs.backward) == [0, 1]
+    assert sorted(g["attention"] for g in graphs.backward) == [0, 0]
+    model.disable_gradient_checkpointing()
+    assert close(step(model, inputs), expected)
+    assert graphs.backward[-1]["gelu"] == 0
+
+
+@pytest.mark.parametrize("first", ["apply", "compile"])
+def test_keep_in_compiled_blocks(graphs, first, caplog):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    if first == "compile":
+        model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
+    installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: ["attention", "ffn"]})
+    if first == "apply":
+        model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
+    for _ in range(3):
+        counts = Counts()
+        with counts:
+            got = step(model, inputs)
+        assert close(got, expected)
+        assert counts.attention == 10  # of five blocks, none of them again
+    assert installation.effect["blocks"].kept == {"attention": 10}
+    assert [record.message for record in caplog.records] == [
+        "blocks: keep: nothing of ffn is kept in blocks 0 1 2 3 4: compiled blocks hide their "
+        "operators"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "again"),
+    [
+        ({}, {"gelu": 5, "attention": 0, "addmm": 50}),
+        (FFN, {"gelu": 5, "attention": 0, "addmm": 10}),
+        ({KEEP: "attention"}, {"gelu": 5, "attention": 0, "addmm": 50}),
+        ({KEEP: ["attention", "ffn"]}, {"gelu": 5, "attention": 0, "addmm": 45}),
+    ],
+    ids=str,
+)
+def test_a_model_compiled_as_a_whole(graphs, config, again):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, config)
+    compiled = torch.compile(model, backend=graphs.backend(), fullgraph=True)
+    for _ in range(2):
+        assert close(step(model, inputs, run=compiled), expected)
+    (forward,), (backward,) = graphs.forward, graphs.backward
+    assert backward == Counter(again)
+    # Attention that is to run again has its random state saved, under another name.
+    kept_or_never_again = bool(config)
+    assert forward["attention"] == (10 if kept_or_never_again else 0)

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from counting import watched
 from torch import nn
 from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, family, keys
@@ -19,8 +20,34 @@ from simpletuner_segckpt.prove import step
 WITHOUT_CLASS = [described for described in REGISTRY if not described.tiny]
 
 
-def make_block(name: str, parameters: list[str], returns: dict[str, int]) -> type[nn.Module]:
-    """A block class with these parameters; what it returns feeds them as the file says."""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q = self.to_q(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, q, q).squeeze(1)
+
+
+class FeedForward(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+
+class Down(nn.Linear):
+    """The down-projection of a feed-forward that is no module of its own."""
+
+    def __init__(self):
+        super().__init__(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(torch.cat([x, x.sin()], -1))
+
+
+def make_block(stack) -> type[nn.Module]:
+    """The block class of a stack: its parameters, its parts, and what it returns to feed them."""
+    name, parameters, returns = stack.block, sorted(stack.carried), stack.sources
     order = sorted(returns, key=returns.get)
     single = f"results[{order[0]!r}]"
     several = "(" + ", ".join(f"results[{parameter!r}]" for parameter in order) + ")"
@@ -37,9 +64,15 @@ def make_block(name: str, parameters: list[str], returns: dict[str, int]) -> typ
             super().__init__()
             self.inner = nn.Linear(WIDTH, WIDTH)
             self.dropout = nn.Dropout(0.1)
+            for paths, kind in PARTS:
+                for path in paths(stack):
+                    add(self, path, kind())
 
         def mix(self, temb, **state):
             total = sum(state.values())
+            for paths, _ in PARTS:
+                for path in paths(stack):
+                    total = total + torch.sin(self.get_submodule(path)(total))
             return {
                 key: value + self.dropout(torch.tanh(self.inner(total) * temb))
                 for key, value in state.items()
@@ -48,6 +81,23 @@ def make_block(name: str, parameters: list[str], returns: dict[str, int]) -> typ
     Block.forward = namespace["forward"]
     Block.__name__ = Block.__qualname__ = name
     return Block
+
+
+PARTS = (
+    (lambda stack: stack.attention, Attention),
+    (lambda stack: stack.feed_forward, FeedForward),
+    (lambda stack: stack.down_projection, Down),
+)
+
+
+def add(owner: nn.Module, path: str, module: nn.Module) -> None:
+    """Put ``module`` at a dotted path, with modules around it where there are none."""
+    *parents, last = path.split(".")
+    for name in parents:
+        if not hasattr(owner, name):
+            owner.add_module(name, nn.Module())
+        owner = getattr(owner, name)
+    owner.add_module(last, module)
 
 
 class StandIn(nn.Module):
@@ -60,14 +110,8 @@ class StandIn(nn.Module):
         self.described = described
         self.gradient_checkpointing = False
         for stack in described.stacks:
-            block = make_block(stack.block, sorted(stack.carried), stack.sources)
-            *parents, last = stack.path.split(".")
-            owner = self
-            for name in parents:
-                if not hasattr(owner, name):
-                    owner.add_module(name, nn.Module())
-                owner = getattr(owner, name)
-            owner.add_module(last, nn.ModuleList(block() for _ in range(depth)))
+            block = make_block(stack)
+            add(self, stack.path, nn.ModuleList(block() for _ in range(depth)))
 
     def enable_gradient_checkpointing(self, gradient_checkpointing_func):
         self.gradient_checkpointing = True
@@ -118,6 +162,36 @@ def test_a_stand_in_for_each_family_without_a_class(described, interval, stride,
         assert effect.covered == planned.covered
         if not stack.per_block:
             assert effect.segments == planned.segments
+
+
+@pytest.mark.parametrize("described", WITHOUT_CLASS, ids=lambda f: f.title)
+def test_what_stands_inside_the_blocks_of_a_stand_in(described):
+    model, inputs = stand_in(described)
+    paths = [(stack.path, stack) for stack in described.stacks]
+    expected, once, calls_once = watched(model, inputs, paths)
+    if any(stack.feed_forward for stack in described.stacks):
+        config = {"gradient_checkpointing_backend": "torch-ffn", **keys(1, 2)}
+        installation = simpletuner_segckpt.apply(model, config, family=described)
+        got, counts, calls = watched(model, inputs, paths)
+        assert got == expected
+        assert counts.attention == once.attention
+        for key, count in calls.items():
+            path, block, kind = key
+            covered = block in installation.effect[path].covered
+            twice = kind == "feed_forward" and covered and described.stack_at(path).feed_forward
+            assert count == calls_once[key] * (2 if twice else 1)
+        installation.remove()
+    projections = any(stack.projections for stack in described.stacks)
+    kept = ["attention", "ffn"] if projections else ["attention"]
+    config = {"gradient_checkpointing_keep": kept, **keys(2)}
+    installation = simpletuner_segckpt.apply(model, config, family=described)
+    for _ in range(2):
+        got, counts, _ = watched(model, inputs, paths)
+        assert got == expected
+        assert (counts.attention, counts.down) == (once.attention, once.down)
+        kept_by = [installation.effect[path].kept for path, _ in paths]
+        assert sum(kept["attention"] for kept in kept_by) == once.attention
+        assert sum(kept["ffn"] for kept in kept_by) == once.down
 
 
 def test_zlab_with_skip_tensors_in_the_state():
