@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
-CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json interval2.json seg2-stride4.json)
+CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json layer-keep.json interval2.json \
+	seg2-stride4.json)
 
 export HF_HUB_OFFLINE = 1
 

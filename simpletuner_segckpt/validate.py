@@ -151,7 +151,7 @@ def _notes(settings: Settings, report: Report) -> list[str]:
     if report.strategy == "segmented" and config.stride in (None, config.interval):
         notes.append(
             "wider segments save no time: each covered block is recomputed once either way; "
-            "only kept blocks (stride > interval, keep_last) do"
+            "only kept blocks (stride > interval, keep_last) and kept operators (keep) do"
         )
     notes += [
         f"the interval of {config.interval} is more than the {stack.blocks} blocks of "

@@ -13,12 +13,14 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, add_lora, family, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt import keep
 from simpletuner_segckpt.measure import LiveBytes
+from simpletuner_segckpt.parts import tallying
 from simpletuner_segckpt.prove import counted, step
 from simpletuner_segckpt.report import UNITS
 from simpletuner_segckpt.stacks import blocks_of
@@ -334,6 +336,20 @@ def test_kernels_and_autocast(kernel, autocast):
     kept = installation.effect["transformer_blocks"].kept
     assert (kept["attention"] > 0) == (kernel is SDPBackend.FLASH_ATTENTION)
     assert kept["ffn"] == 9
+
+
+def test_flex_attention_is_kept():
+    """Its operator of a higher order, which torch can run on a CPU, though not differentiate."""
+    q, other = torch.randn(2, 1, 2, 16, 8)
+    forward, again = keep.Kept(["attention"]).contexts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is slow without a compiler, and says so
+        with forward, tallying() as tally:
+            first = flex_attention(q, q, q)
+        with again:
+            second = flex_attention(other, q, q)
+    assert tally.kept == {"attention": 1}
+    assert torch.equal(first, second)
 
 
 LIBRARY = torch.library.Library("segckpt_flash_attn", "DEF")

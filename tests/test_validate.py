@@ -98,6 +98,82 @@ def test_findings(validate, content, finding):
     assert code == (0 if finding.endswith("warning") else 1)
 
 
+OFFLOAD = "gradient_checkpointing_offload_attention"
+
+
+@pytest.mark.parametrize(
+    ("content", "findings", "code"),
+    [
+        (
+            {"model_family": "prx", BACKEND: "unsloth-ffn"},
+            [
+                f"config.json:1:25: SEG402 error: `{BACKEND}` is unsloth-ffn, but PRX has no "
+                "feed-forward of its own; write unsloth"
+            ],
+            1,
+        ),
+        (
+            {"model_family": "sd1x", "gradient_checkpointing_keep": ["attention", "ffn"]},
+            ["but Stable Diffusion 1.x has no feed-forward of its own; write attention"],
+            1,
+        ),
+        (
+            {"model_family": "moss_image", OFFLOAD: True},
+            [f"SEG402 error: `{OFFLOAD}` is true, but MOSS-Image has no attention of its own"],
+            1,
+        ),
+        (
+            {"model_family": "flux", BACKEND: "torch-ffn"},
+            [
+                f"SEG402 warning: `{BACKEND}` is torch-ffn: the blocks of "
+                "single_transformer_blocks have no feed-forward of their own and run normally",
+                "single_transformer_blocks: 38 blocks, none recomputed (its blocks have no "
+                "feed-forward of their own)",
+                "the feed-forward (ff, ff_context) of 19 recomputed, 0 kept",
+            ],
+            0,
+        ),
+        (
+            {"model_family": "wan", OFFLOAD: True},
+            [f"SEG304 warning: `{OFFLOAD}` has no effect: every block is recomputed as a whole"],
+            0,
+        ),
+        (
+            {"model_family": "wan", OFFLOAD: True, "gradient_checkpointing_keep_last": 30},
+            ["blocks: 30 blocks, none recomputed", "waits in CPU memory: all blocks"],
+            0,
+        ),
+        (
+            {"model_family": "wan", OFFLOAD: True, "gradient_checkpointing": False},
+            [f"SEG304 warning: `{OFFLOAD}` has no effect, since gradient_checkpointing is off"],
+            0,
+        ),
+    ],
+)
+def test_what_the_blocks_of_a_family_have(validate, content, findings, code):
+    found, out = validate(content)
+    assert all(finding in out for finding in findings)
+    assert found == code
+
+
+def test_a_document_says_what_happens_inside_the_blocks(validate):
+    content = {
+        "model_family": "wan",
+        BACKEND: "unsloth",
+        INTERVAL: 2,
+        "gradient_checkpointing_segment_stride": 4,
+        "gradient_checkpointing_keep": ["attention", "ffn"],
+        OFFLOAD: True,
+    }
+    code, out = validate(content, "--output-format", "json", "--blocks", "blocks=5")
+    stack = json.loads(out)["files"][0]["report"]["stacks"][0]
+    assert (code, stack["segments"], stack["gap"]) == (0, [[0, 1], [4]], [2, 3])
+    assert stack["feed_forward"] == []
+    assert stack["kept"] == ["attention", "ffn"]
+    assert stack["inputs_on_cpu"] is True
+    assert stack["offloaded"] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("content", "finding"),
     [

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import SavedBytes
+from simpletuner_segckpt.measure import LiveBytes
 
 LATENT_SIDE, TEXT_TOKENS, TEXT_WIDTH = 20, 32, 64
 
@@ -132,10 +132,9 @@ def train(config_path: Path, output: Path, progress: Progress) -> Run:
                 break
             start = time.perf_counter()
             if len(losses) == steps - 1:  # measured once, in a step that is not timed
-                with SavedBytes(model) as saved:
+                with LiveBytes() as live:
                     loss = training_loss(model, latents, captions)
-                kept_bytes = saved.total
-                del saved
+                kept_bytes = live.total
             else:
                 loss = training_loss(model, latents, captions)
             accelerator.backward(loss)
