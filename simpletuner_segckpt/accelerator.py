@@ -9,11 +9,11 @@ from torch import Tensor
 class Accelerator:
     """``torch.accelerator``, with copies that say on which stream they run.
 
-    type: the device type whose tensors are offloaded, such as ``cuda`` or ``xpu``.
+    device_type: the one whose tensors are offloaded, such as ``cuda`` or ``xpu``.
     """
 
-    def __init__(self, type: str):
-        self.type = type
+    def __init__(self, device_type: str):
+        self.device_type = device_type
 
     @classmethod
     def current(cls) -> "Accelerator | None":
@@ -38,10 +38,15 @@ class Accelerator:
         with stream:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def copy(self, target: Tensor, source: Tensor, stream: Any, wait: bool) -> None:
-        """Copy on ``stream``; with ``wait``, return only when it is done."""
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Start a copy on ``stream``; what of it is on the CPU must be pinned."""
         with stream:
-            target.copy_(source, non_blocking=not wait)
+            target.copy_(source, non_blocking=True)
+
+    def copy_and_wait(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Copy on ``stream``, and return when that is done."""
+        with stream:
+            target.copy_(source)
 
     def use(self, tensor: Tensor, stream: Any) -> None:
         """Tell the allocator that ``tensor`` is in use on ``stream`` as well."""

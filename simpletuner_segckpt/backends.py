@@ -1,7 +1,7 @@
 """How the blocks run: what ``gradient_checkpointing_backend`` and the keys beside it stand for."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from .accelerator import Accelerator
 from .config_schema import CheckpointingConfig
-from .keep import Contexts, Kept, in_graph
+from .contexts import Anew, Contexts, Together
+from .keep import Kept, in_graph
 from .offload import HostMemory, Offload
 from .parts import Kind, Runner, tally, treated
 from .pinned import BufferPool
@@ -50,24 +51,22 @@ def _call(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> A
 
 @dataclass(frozen=True)
 class Recompute:
-    """``torch_checkpoint`` within ``contexts``, its arguments moved out by ``inputs``."""
+    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it."""
 
     contexts: tuple[Contexts, ...] = ()
-    inputs: Offload | None = None
+    offload: Offload | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options = {"context_fn": self._entered} if self.contexts else {}
-        if self.inputs is None:
+        if self.offload is None:
             return _torch_checkpoint(options, function, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
-        with self.inputs.hooks():
-            return _torch_checkpoint(
-                options, partial(_unflattened, function, spec), tuple(leaves), {}
-            )
+        call = partial(_unflattened, function, spec)
+        return self.offload.run(_torch_checkpoint, options, call, tuple(leaves), {})
 
     def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        made = [contexts() for contexts in self.contexts]
-        return _together([forward for forward, _ in made]), _together([again for _, again in made])
+        forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
+        return Together(*forward), Together(*again)
 
 
 def _unflattened(function: Callable[..., Any], spec: pytree.TreeSpec, *leaves: Any) -> Any:
@@ -75,31 +74,16 @@ def _unflattened(function: Callable[..., Any], spec: pytree.TreeSpec, *leaves: A
     return function(*args, **kwargs)
 
 
-@contextmanager
-def _together(contexts: list[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
 @dataclass(frozen=True)
 class Runners:
     """How the covered blocks of one forward run, and how those in the gaps do.
 
-    inputs, attention: what this forward has in CPU memory.
+    offload: what this forward has in CPU memory.
     """
 
     covered: Runner
-    gap: Runner = plainly
-    inputs: Offload | None = None
-    attention: Offload | None = None
-
-    def settle(self) -> None:
-        """The forward is over."""
-        for offload in (self.inputs, self.attention):
-            if offload is not None:
-                offload.settle()
+    gap: Runner
+    offload: Offload | None = None
 
 
 class Backend:
@@ -107,49 +91,52 @@ class Backend:
 
     def __init__(self, config: CheckpointingConfig):
         self.config = config
-        self._start()
-
-    def _start(self) -> None:
+        self._order: dict[int, int] = {}  # in which backward wants what was offloaded
         self._host: HostMemory | None = None
-        self._order: dict[int, int] = {}  # of the attentions in backward
+        asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
+        accelerator = Accelerator.current() if asked else None
+        if accelerator is not None:
+            pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
+            self._host = HostMemory(accelerator, pool)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config}
+    def __reduce__(self) -> Any:
+        return Backend, (self.config,)  # a copy of a model has CPU memory of its own
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.config = state["config"]
-        self._start()
+    def close(self) -> None:
+        """Let the buffers go that are free; those in use go when backward is done with them."""
+        if self._host is not None:
+            self._host.pool.close()
+
+    @property
+    def moves(self) -> bool:
+        """Whether tensors are moved to CPU memory: the keys ask for it, and it is elsewhere."""
+        return self._host is not None
 
     def in_graph(self, function: Runner, *args: Any, **kwargs: Any) -> Any:
         """Run what is to be recomputed in a graph that is being traced; nothing is moved there."""
         options = {"context_fn": in_graph(self.config.keep)} if self.config.keep else {}
         return _torch_checkpoint(options, function, args, kwargs)
 
-    def begin(self, contexts: tuple[Contexts, ...] = ()) -> Runners:
-        """For a forward; ``contexts`` are entered around whatever is recomputed."""
+    def begin(self, contexts: tuple[Contexts, ...] = (), compiled: bool = False) -> Runners:
+        """For a forward; ``contexts`` are entered around whatever is recomputed.
+
+        compiled: whether there is compiled code in the model.
+        """
         config = self.config
-        host = self._memory() if config.inputs_on_cpu or config.offload_attention else None
-        inputs = Offload(host) if host and config.inputs_on_cpu else None
-        attention = None
-        if host and config.offload_attention:
-            attention = Offload(host, self._order if config.prefetch else None)
-        parts: dict[Kind, Runner] = {"attention": attention.run} if attention else {}
+        offload = None
+        if self._host is not None:
+            offload = Offload(self._host, self._order if config.prefetch else None)
+        parts: dict[Kind, Runner] = {}
+        if offload is not None and config.offload_attention:
+            parts["attention"] = offload.run
         gap = partial(_with_parts, parts) if parts else plainly
         if config.keep:
-            contexts = (*contexts, lambda: Kept(config.keep).contexts())
-        covered: Runner = Recompute(contexts, inputs)
+            contexts = (*contexts, lambda: Kept(config.keep, compiled).contexts())
+        covered: Runner = Recompute(contexts, offload if config.inputs_on_cpu else None)
         if config.feed_forward_only:
             recompute = partial(_counted, covered)
             covered = partial(_with_parts, {**parts, "feed_forward": recompute})
-        return Runners(covered, gap, inputs, attention)
-
-    def _memory(self) -> HostMemory | None:
-        """The CPU memory that is offloaded to; None without an accelerator."""
-        accelerator = Accelerator.current()
-        if self._host is None and accelerator is not None:
-            pool = BufferPool(self.config.pin_memory_max_buckets, accelerator.pinned)
-            self._host = HostMemory(accelerator, pool)
-        return self._host
+        return Runners(covered, gap, offload)
 
 
 def _with_parts(
@@ -192,7 +179,7 @@ def lora_scale(model: Module) -> Contexts:
                 layer.scaling.update(scaling)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), scaled(layers_in_forward())
+        return nullcontext(), Anew(partial(scaled, layers_in_forward()))
 
     return contexts
 

@@ -209,7 +209,7 @@ def _parts(installation: Installation) -> Iterator[str]:
     effect = installation.effect
     for planned in installation.report.stacks:
         if effect and planned.path != UNITS:
-            for shortfall in shortfalls(planned, effect[planned.path], compiled=False):
+            for shortfall in shortfalls(planned, effect[planned.path]):
                 yield f"`{planned.path}`: {shortfall}"
 
 

@@ -30,9 +30,9 @@ from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
 from .gates import FLAG, Gates
 from .hooks import model_conditions
-from .intercept import intercept, original_call, release
+from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
-from .parts import Kind, Part, Runner, parts_of
+from .parts import Kind, Part, Runner, intercept_parts
 from .recording import RecordingRun
 from .report import UNITS, Condition, Effect, StackReport, shortfalls
 from .schedule import Schedule, make_schedules
@@ -106,6 +106,7 @@ class Door:
         self._proven: dict[tuple[CallShape, str], Proof] = {}
         self._said: set[str] = set()
         self._compiled_on = False  # of the forward that is being traced
+        self._trying_out = False  # whether segments are, which asks no block to be recomputed
         self._forget_runs()
 
     def _forget_runs(self) -> None:
@@ -135,7 +136,9 @@ class Door:
     def last_effect(self) -> Effect | None:
         """What the last training forward did; of one in a compiled graph, that it was one."""
         if self.effect is None and self._compiled_on:
-            reason = "compiled as a whole: covered blocks are recomputed one by one, unobserved"
+            reason = "compiled as a whole: what is covered is recomputed one by one, unobserved"
+            if self.backend.moves:
+                reason += "; nothing is moved to CPU memory"
             return Effect((), (Condition("model", "torch.compile", reason),))
         return self.effect
 
@@ -153,16 +156,20 @@ class Door:
                 return call(*args, **kwargs)
             return self.backend.in_graph(call, *args, **kwargs)
         forward = self._forward
-        if forward is None and inside_checkpoint():
-            return block(*args, **kwargs)  # a recompute, of a block that asks for it once more
-        if forward is None:
-            self._say(
-                logging.WARNING,
-                "the model's forward was entered past its hooks (was `.forward` called "
-                "directly?); every block is recomputed alone",
-            )
-            return self.backend.begin().covered(original_call(block), *args, **kwargs)
-        return forward.step(block, args, kwargs)
+        if forward is not None:
+            return forward.step(block, args, kwargs)
+        if inside_checkpoint() or self._trying_out:
+            return block(*args, **kwargs)  # of a block that asks for it once more
+        self._say(
+            logging.WARNING,
+            "the model's forward was entered past its hooks (was `.forward` called directly?); "
+            "every block runs as one that is covered, by itself",
+        )
+        runners = self.backend.begin()
+        result = runners.covered(original_call(block), *args, **kwargs)
+        if runners.offload is not None:
+            runners.offload.settle()
+        return result
 
     @property
     def open_for_blocks(self) -> bool:
@@ -265,12 +272,14 @@ class Door:
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
         shape = call_shape(arguments, module.training)
         contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
-        runners = self.backend.begin(contexts)
+        # Only what is kept needs to know, and this is a walk over the whole model.
+        compiled = bool(self.config.keep) and any(map(is_compiled, module.modules()))
+        runners = self.backend.begin(contexts, compiled)
         runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval
         units = UnitsRun(self.units, runners.covered, interval, self.stride)
-        return Forward(runs, units, conditions, inside, runners.settle)
+        return Forward(runs, units, conditions, inside, runners.offload)
 
     def _run(
         self,
@@ -321,13 +330,18 @@ class Door:
                     "its checkpoint function, so nothing of it is recomputed",
                 )
             elif isinstance(run, RecordingRun):
-                self._proven[run.shape, run.stack.path] = run.proof()
-            compiled = any(map(is_compiled, run.stack.blocks))
-            for shortfall in shortfalls(planned[run.stack.path], run.effect(), compiled):
-                self._say(logging.WARNING, f"{run.stack.path}: {shortfall}")
+                self._trying_out = True
+                try:
+                    self._proven[run.shape, run.stack.path] = run.proof()
+                finally:
+                    self._trying_out = False
+            self._say_shortfalls(planned[run.stack.path], run)
+        if not self.stacks and "attention" in self.config.keep:
+            units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+            self._say_shortfalls(units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
-        if units and units != self.units.blocks:
+        if units and units != self.units.blocks and not self.config.feed_forward_only:
             # Modules that run more than once count each time.
             self.units = self._schedules(counts | {UNITS: units})[UNITS]
         reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
@@ -362,6 +376,7 @@ class Door:
         if module not in self._models:
             self._models.add(module)
             self.intercept(module)
+        self.intercept_parts(module)
         if not self.gates.asks(module, self):
             self.claim(module)
         return True
@@ -390,6 +405,7 @@ class Door:
         else:
             self.claim(module)
             self.intercept(module)
+            self.intercept_parts(module)
             if self.intercepts:
                 self.gates.switch(module, True)
             else:
@@ -410,16 +426,21 @@ class Door:
             )
 
     def intercept(self, module: Module) -> None:
-        """Lead the calls of the blocks of ``module`` here, and those of parts to their runners."""
+        """Lead the calls of the blocks of ``module`` here."""
+        for stack in self.stacks if self.intercepts else ():
+            intercept(blocks_of(module, stack.path), self)
+
+    def intercept_parts(self, module: Module) -> None:
+        """Have the parts of the blocks run as the block around them wants it.
+
+        In every forward: an adapter or a compiler may have put something else in their place.
+        """
         for stack in self.stacks:
-            blocks = blocks_of(module, stack.path)
-            if self.intercepts:
-                intercept(blocks, self)
             for kind, paths in self.parts.get(stack.path, {}).items():
-                for index, block in enumerate(blocks):
+                for index, block in enumerate(blocks_of(module, stack.path)):
                     recomputed = self.config.feed_forward_only and index in stack.covered
-                    in_graph = self.feed_forward if recomputed and kind == "feed_forward" else None
-                    intercept(parts_of(block, paths), Part(kind, in_graph))
+                    part = Part(kind, self, recomputed and kind == "feed_forward")
+                    intercept_parts(block, paths, part)
 
     def feed_forward(self, call: Runner, *args: Any, **kwargs: Any) -> Any:
         """Run a feed-forward that is recomputed by itself, in a graph that is being traced."""
@@ -430,13 +451,20 @@ class Door:
         for handle in self.handles:
             handle.remove()
         for model in {module, *self._models}:
-            for path in self.paths:
-                blocks = blocks_of(model, path)
-                release(blocks)
-                for paths in self.parts.get(path, {}).values():
-                    for block in blocks:
-                        release(parts_of(block, paths))
+            # Not by their paths: an adapter may have been put around a part since.
+            release(module for module in model.modules() if self._leads_here(module))
             self.gates.restore(model)
+        self.backend.close()
+
+    def _leads_here(self, module: Module) -> bool:
+        way = module.__dict__.get(DOOR)
+        return way is self or (isinstance(way, Part) and way.owner is self)
+
+    def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
+        compiled = any(map(is_compiled, run.stack.blocks))
+        moves = self.backend.moves
+        for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
+            self._say(logging.WARNING, f"{run.stack.path}: {shortfall}")
 
     def _say_per_block(self, path: str, reason: str) -> None:
         self._say(logging.WARNING, f"{path} runs block by block: {reason}")

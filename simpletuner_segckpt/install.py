@@ -18,7 +18,7 @@ from .family import Family
 from .findings import Finding
 from .gates import FUNCTION, Gates
 from .intercept import DOOR
-from .native import Settled, is_native, restore, settle
+from .native import Settled, blocks_only, is_native, restore, settle
 from .parts import Kind
 from .planning import make_report, problems
 from .registry import FamilyRegistry
@@ -91,7 +91,8 @@ def apply(
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
     _refuse_shared(base, stacks)
-    report = make_report(settings, described, stacks, left_out)
+    planned = blocks_only(settings) if is_native(base) else settings
+    report = make_report(planned, described, stacks, left_out)
     findings = [*settings.findings, *_problems(base, settings, described, report)]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
@@ -205,12 +206,15 @@ def _problems(
     if is_native(base):
         return []
     config = settings.checkpointing
+    name = family.title if family else type(base).__name__
+    found = list(problems(settings, family, name, report))
     offloads = config.enabled and (config.inputs_on_cpu or config.offload_attention)
     if offloads and Accelerator.current() is None:
         key = "backend" if config.inputs_on_cpu else "offload_attention"
-        message = "there is no accelerator, so nothing is moved: it is in CPU memory already"
-        logger.warning("gradient_checkpointing_%s: %s", key, message)
-    return list(problems(settings, family, family.title if family else type(base).__name__, report))
+        message = "moves nothing: there is no accelerator, so everything is in CPU memory already"
+        key = f"gradient_checkpointing_{key}"
+        found.append(settings.finding("no-effect", message, key, "warning"))
+    return found
 
 
 def _install(base: Module, report: Report, family: Family | None, settings: Settings) -> Door:

@@ -7,79 +7,69 @@ of its input), so ``attention`` pays for long sequences, and of a feed-forward t
 comes *down* from the hidden width.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
 
+from .contexts import Anew, Contexts, Once, Together
 from .parts import Runner, tally, treated
-
-# Makes what to enter around a forward, and around its recompute.
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 aten = torch.ops.aten
 
 # Matrix products, by the position of their weight, whose last two dimensions are (in, out).
-_PRODUCTS = {
-    aten.mm.default: 1,
-    aten.addmm.default: 2,
-    aten.bmm.default: 1,
-    aten.baddbmm.default: 2,
-    aten._scaled_mm.default: 1,
-    aten._grouped_mm.default: 1,
-}
+_WEIGHT = {"mm": 1, "addmm": 2, "bmm": 1, "baddbmm": 2, "_scaled_mm": 1, "_grouped_mm": 1}
+_PRODUCTS = {getattr(aten, name).default: n for name, n in _WEIGHT.items() if hasattr(aten, name)}
 
 # In names of operators that compute a whole attention: aten's, those of FlexAttention, of
 # flash-attn, xFormers, SageAttention and what diffusers and transformers register for them.
 _ATTENTION = ("attention", "attn", "sdpa", "flash_fwd")
 _BACKWARD = ("backward", "bwd")
+_DROPOUT = ("dropout", "dropout_p", "p_dropout", "p")  # arguments of such operators
 
 
 class Kept:
     """The policy for one checkpoint call, and where the forward is inside it."""
 
-    def __init__(self, kinds: Collection[str]):
+    def __init__(self, kinds: Collection[str], compiled: bool):
         self.kinds = kinds
+        self.compiled = compiled  # whether there is compiled code in the model
         self.depth = 0  # of feed-forwards that run just now
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What to enter around the forward, and around the recompute."""
+        """What to enter around the forward, and around the recompute.
+
+        What is kept serves one backward; another one recomputes it like everything else.
+        """
         forward, recompute = create_selective_checkpoint_contexts(self)
-        return self._with_parts(forward), self._with_parts(recompute)
+        recompute = Once(recompute)
+        if self.compiled:
+            forward = Together(forward, HandOutCopies())
+        if "ffn" not in self.kinds:
+            return forward, recompute
+        # In the recompute as well: older versions of torch ask the policy there, too.
+        parts = partial(treated, {"feed_forward": self._feed_forward})
+        return Together(forward, parts()), Together(recompute, Anew(parts))
 
     def __call__(
-        self, context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
+        self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        kind = self._kind(operator, args, kwargs)
-        if kind is None:
+        kind = kind_of(operator, args, kwargs)
+        if kind not in self.kinds or (kind == "ffn" and not self.depth):
             return CheckpointPolicy.PREFER_RECOMPUTE
         counting = tally()
-        if counting is not None and not context.is_recompute:
+        if counting is not None:
             counting.kept[kind] += 1
         return CheckpointPolicy.MUST_SAVE
-
-    def _kind(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
-        if is_attention(operator):
-            wanted = "attention" in self.kinds and replayable(operator, args, kwargs)
-            return "attention" if wanted else None
-        if self.depth and "ffn" in self.kinds and comes_down(operator, args):
-            return "ffn"
-        return None
-
-    @contextmanager
-    def _with_parts(self, mode: AbstractContextManager[Any]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(mode)
-            if "ffn" in self.kinds:
-                stack.enter_context(treated({"feed_forward": self._feed_forward}))
-            yield
 
     def _feed_forward(self, function: Runner, *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
@@ -87,6 +77,24 @@ class Kept:
             return function(*args, **kwargs)
         finally:
             self.depth -= 1
+
+
+class HandOutCopies(TorchDispatchMode):
+    """Gives the caller of an attention operator a copy of its output.
+
+    Compiled code uses the memory of an output again, unseen, when its own backward does not need
+    it. What is kept must be another piece of memory, then.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's own modes for checkpointing: compiled code is to run within it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not is_attention(func):
+            return result
+        return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 
 
 def in_graph(kinds: Collection[str]) -> Contexts:
@@ -101,12 +109,15 @@ def in_graph(kinds: Collection[str]) -> Contexts:
 def _keep_in_graph(
     kinds: tuple[str, ...], _: Any, operator: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    attention = "attention" in kinds and is_attention(operator)
-    if (attention and replayable(operator, args, kwargs)) or (
-        "ffn" in kinds and comes_down(operator, args)
-    ):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    kept = kind_of(operator, args, kwargs) in kinds
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def kind_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """The word in the config for what an operator computes, if its output can be kept at all."""
+    if is_attention(operator):
+        return "attention" if replayable(operator, args, kwargs) else None
+    return "ffn" if comes_down(operator, args) else None
 
 
 @cache
@@ -126,7 +137,7 @@ def replayable(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     for position, argument in enumerate(schema.arguments if schema else ()):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        if (writes and value is not None) or ("dropout" in argument.name and value):
+        if (writes and value is not None) or (argument.name in _DROPOUT and value):
             return False
     return True
 

@@ -317,5 +317,5 @@ def argument_name(
     part, key = path[:2]
     if part.idx == 1:  # a keyword
         return str(key.key)
-    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+    parameters = list(inspect.signature(type(uncompiled(block)).forward).parameters)[1:]
     return parameters[key.idx] if key.idx < len(parameters) else f"number {key.idx}"

@@ -15,6 +15,7 @@ from .config_schema import CheckpointingConfig
 from .family import Family
 from .report import Report
 from .schedule import Schedule
+from .settings import Settings
 
 # Key of the config -> the field that holds it, and the setter that takes its value.
 SETTERS = {
@@ -30,6 +31,12 @@ SETTERS = {
     ),
 }
 OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_last": "keep_last"}
+
+# What a trainer sets for its whole process, and not on a model.
+PROCESS_KEYS = {
+    "gradient_checkpointing_offload_pin_memory_max_buckets": "pin_memory_max_buckets",
+    "gradient_checkpointing_offload_prefetch": "prefetch",
+}
 
 # How a class carries out an interval above 1, where that is not the schedule of the config.
 MEANINGS = {
@@ -56,6 +63,12 @@ class Settled:
 def is_native(model: Module) -> bool:
     """Whether the class of ``model`` brings setters of its own."""
     return any(hasattr(model, setter) for _, setter in SETTERS.values())
+
+
+def blocks_only(settings: Settings) -> Settings:
+    """``settings`` without the keys whose effect inside the blocks only such a class knows."""
+    blocks = {"backend": "torch", "keep": (), "offload_attention": False, "prefetch": False}
+    return replace(settings, checkpointing=settings.checkpointing.model_copy(update=blocks))
 
 
 def settle(
@@ -87,6 +100,9 @@ def settle(
     for key, field in OWN_KEYS.items():
         if getattr(config, field) != getattr(default, field):
             remarks.append(f"{key}: the class knows no such key and ignores it")
+    for key, field in PROCESS_KEYS.items():
+        if getattr(config, field) != getattr(default, field):
+            remarks.append(f"{key}: the class has no setter for it; the trainer itself reads it")
     remarks += _known_differences(config, family)
     whole = family is None or family.native is None or family.native.segments == "whole-block"
     stacks = tuple(

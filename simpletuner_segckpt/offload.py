@@ -13,8 +13,7 @@ offsets. Copies run on side streams, out of and into buffers of a :class:`Buffer
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +38,8 @@ class HostMemory:
 
     accelerator: Accelerator
     pool: BufferPool
-    _streams: dict[tuple[torch.device, str], Any] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    _streams: dict[tuple[torch.device, str], Any] = field(default_factory=dict)
 
     def stream(self, device: torch.device, way: str) -> Any:
         """The stream for copies ``out`` of a device or back ``in``."""
@@ -48,11 +47,24 @@ class HostMemory:
             self._streams[device, way] = self.accelerator.stream(device)
         return self._streams[device, way]
 
+    def copy(self, target: Tensor, source: Tensor, buffer: Buffer, stream: Any) -> None:
+        """Copy into or out of ``buffer``, after the last copy that used it."""
+        if buffer.busy is not None:
+            stream.wait_event(buffer.busy)
+        if buffer.pinned:
+            self.accelerator.copy(target, source, stream)
+        else:
+            self.accelerator.copy_and_wait(target, source, stream)
+        buffer.busy = stream.record_event()
+
     def movable(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is worth moving: an activation, and no part of a parameter."""
+        """Whether a saved tensor is worth moving: whatever is no part of a parameter.
+
+        Under autocast that includes the cast of a weight, which is a tensor of its own.
+        """
         base = tensor if tensor._base is None else tensor._base
         return (
-            tensor.device.type == self.accelerator.type
+            tensor.device.type == self.accelerator.device_type
             and type(tensor) is Tensor
             and tensor.layout is torch.strided
             and not isinstance(base, torch.nn.Parameter)
@@ -71,38 +83,35 @@ class Stored:
     def __init__(self, host: HostMemory, source: Tensor):
         self.host = host
         self.device = source.device
-        self.nbytes = source.nbytes
-        self.buffer: Buffer = host.pool.take(source.nbytes)
         self.views = 0
+        self.buffer: Buffer = host.pool.take(source.nbytes)
         self._on_device: Tensor | None = None
         self._handed_out = 0
         out = host.stream(self.device, "out")
         out.wait_event(host.accelerator.current_stream(self.device).record_event())
-        if self.buffer.busy is not None:
-            out.wait_event(self.buffer.busy)
-        host.accelerator.copy(self.buffer.memory, source, out, wait=not self.buffer.pinned)
-        self.buffer.busy = self.left = out.record_event()
+        host.copy(self.buffer.memory, source, self.buffer, out)
         weakref.finalize(self, host.pool.give, self.buffer).atexit = False
+
+    def wait(self) -> None:
+        """Have the stream of the model wait for the copy that was started last."""
+        self.host.accelerator.current_stream(self.device).wait_event(self.buffer.busy)
 
     def fetch(self) -> None:
         """Start bringing the storage back, if that has not been done."""
         if self._on_device is not None:
             return
-        accelerator = self.host.accelerator
         back = self.host.stream(self.device, "in")
-        self._on_device = accelerator.empty(self.nbytes, self.device, back)
-        back.wait_event(self.left)
-        accelerator.copy(self._on_device, self.buffer.memory, back, wait=not self.buffer.pinned)
-        self.buffer.busy = back.record_event()
+        memory = self.host.accelerator.empty(self.buffer.memory.nbytes, self.device, back)
+        self.host.copy(memory, self.buffer.memory, self.buffer, back)
+        self._on_device = memory
 
     def storage(self) -> torch.UntypedStorage:
         """The storage on its device again, for use on the current stream by one of its views."""
         self.fetch()
         assert self._on_device is not None
         memory = self._on_device
-        current = self.host.accelerator.current_stream(self.device)
-        current.wait_event(self.buffer.busy)
-        self.host.accelerator.use(memory, current)
+        self.wait()
+        self.host.accelerator.use(memory, self.host.accelerator.current_stream(self.device))
         self._handed_out += 1
         if self._handed_out % self.views == 0:
             self._on_device = None
@@ -139,16 +148,11 @@ class Offload:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Stored]]
         self._known = weakref.WeakKeyDictionary()
         self._leaving: deque[tuple[Tensor, int, Stored]] = deque()
+        self._written: torch.Size | None = None
         self._in_use: int | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``; what its operations save for backward goes to CPU memory."""
-        with self.hooks():
-            return function(*args, **kwargs)
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Within this, what is saved for backward goes to CPU memory, as one group."""
         group = len(self._groups)
         self._groups.append(weakref.WeakSet())
 
@@ -156,15 +160,35 @@ class Offload:
             return self._store(tensor, group) if self.host.movable(tensor) else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
-            yield
+            return function(*args, **kwargs)
 
     def settle(self) -> None:
         """The forward is over: the device need not hold anything for copies that are under way.
 
-        Raises ``RuntimeError`` as autograd does when a saved tensor was written in place.
+        Raises ``RuntimeError``, as autograd does, when a tensor was written in place meanwhile.
         """
-        while self._leaving:
-            self._let_go()
+        written = self.let_go() or self._written
+        if written is not None:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(written)} that backward needs was written in place "
+                "while it was on its way to CPU memory"
+            )
+
+    def let_go(self, most: int = 0) -> torch.Size | None:
+        """Let all but ``most`` of the storages go that are on their way.
+
+        The stream of the model waits for their copies, so that memory which is freed here and
+        used again there is not overwritten early. (``record_stream`` would be right too, but
+        leaves it to the timing of the two streams when the memory can be used again.) Returns
+        the shape of a tensor that was written in place while it was on its way.
+        """
+        written = None
+        while len(self._leaving) > most:
+            source, version, stored = self._leaving.popleft()
+            stored.wait()
+            if source._version != version:
+                written = source.shape
+        return written
 
     def _store(self, tensor: Tensor, group: int) -> View:
         with self.host.lock, torch.no_grad():
@@ -175,45 +199,32 @@ class Offload:
                 stored = Stored(self.host, source)
                 self._known[storage] = tensor._version, stored
                 self._leaving.append((tensor.detach(), tensor._version, stored))
-                if len(self._leaving) > MOST_LEAVING:
-                    self._let_go()
+                self._written = self.let_go(MOST_LEAVING) or self._written
             stored.views += 1
             self._groups[group].add(stored)
             counting = tally()
             if counting is not None:
                 counting.offloaded += 1
-            return View(
-                stored,
-                tensor.dtype,
-                tensor.size(),
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                group,
-            )
-
-    def _let_go(self) -> None:
-        # The stream of the model waits for the copy, so that memory which is freed here and used
-        # again there is not overwritten early. (`record_stream` would be right too, but leaves it
-        # to the timing of the two streams when the memory can be used again.)
-        source, version, stored = self._leaving.popleft()
-        self.host.accelerator.current_stream(source.device).wait_event(stored.left)
-        if source._version != version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(source.shape)} that backward needs was written in place "
-                "while it was on its way to CPU memory"
-            )
+            offset = int(tensor.storage_offset())
+            return View(stored, tensor.dtype, tensor.size(), tensor.stride(), offset, group)
 
     def _unpack(self, packed: Tensor | View) -> Tensor:
         if not isinstance(packed, View):
             return packed
         with self.host.lock, torch.no_grad():
-            tensor = packed.tensor()
             if self.order is not None and packed.group != self._in_use:
-                if self._in_use is not None:
-                    self.order[self._in_use] = packed.group
-                self._in_use = packed.group
-                following = self.order.get(packed.group)
-                if following is not None and following < len(self._groups):
-                    for stored in self._groups[following]:
-                        stored.fetch()
-            return tensor
+                self._fetch_ahead(self.order, packed.group)
+            return packed.tensor()
+
+    def _fetch_ahead(self, order: dict[int, int], group: int) -> None:
+        """Start bringing back this group, and the one that backward will want after it."""
+        if self._in_use is not None:
+            order[self._in_use] = group
+        self._in_use = group
+        following = order.get(group, group)
+        for wanted in (group, following) if following < len(self._groups) else (group,):
+            for stored in self._groups[wanted]:
+                try:
+                    stored.fetch()
+                except torch.OutOfMemoryError:
+                    return  # what is needed now is asked for in any case

@@ -9,12 +9,12 @@ without that they run plainly.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.nn import Module
 
-from .intercept import original_call
+from .intercept import DOOR, intercept, original_call
 from .report import Tally
 from .stacks import uncompiled
 
@@ -34,27 +34,38 @@ class _Around(threading.local):
 _around = _Around()
 
 
-class Part:
-    """The way through which the calls of one kind of part come.
+class Owner(Protocol):
+    """What a part needs of the door of its model."""
 
-    in_graph: how such a part runs where its block is compiled and no block's run is around it.
+    def feed_forward(self, call: Runner, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Part:
+    """The way through which the calls of one part come.
+
+    recomputed: whether it is a feed-forward that is recomputed by itself. ``owner`` runs it where
+        its block is compiled, so that no run of the block is around it.
     """
 
-    def __init__(self, kind: Kind, in_graph: Runner | None = None):
+    def __init__(self, kind: Kind, owner: Owner, recomputed: bool):
         self.kind = kind
-        self.in_graph = in_graph
+        self.owner = owner
+        self.recomputed = recomputed
 
     @property
     def open_for_blocks(self) -> bool:
         if torch.compiler.is_compiling():
-            return self.in_graph is not None and torch.is_grad_enabled()
+            return self.recomputed and torch.is_grad_enabled()
         return self.kind in _around.runners
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         call = original_call(module)
-        if self.in_graph is not None and torch.compiler.is_compiling():
-            return self.in_graph(call, *args, **kwargs)
-        return _around.runners[self.kind](call, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.owner.feed_forward(call, *args, **kwargs)
+        others = dict(_around.runners)
+        run = others.pop(self.kind)
+        with treated(others):  # a wrapper of a part may hold what was the part before
+            return run(call, *args, **kwargs)
 
 
 @contextmanager
@@ -82,6 +93,12 @@ def tallying() -> Iterator[Tally]:
 def tally() -> Tally | None:
     """What is being counted in this thread: the run of a block in forward, or nothing."""
     return _around.tally
+
+
+def intercept_parts(block: Module, paths: Iterable[str], part: "Part") -> None:
+    """Lead the calls of the modules at ``paths`` through ``part``, where they do not go already."""
+    found = parts_of(block, paths)
+    intercept([m for m in found if not isinstance(m.__dict__.get(DOOR), Part)], part)
 
 
 def parts_of(block: Module, paths: Iterable[str]) -> list[Module]:

@@ -37,7 +37,6 @@ class BufferPool:
     allocate: Callable[[int], Tensor]
     buckets: dict[int, list[Buffer]] = field(default_factory=dict)
     asked: Counter[int] = field(default_factory=Counter)
-    failed: bool = False
 
     def take(self, nbytes: int) -> Buffer:
         """A buffer of ``nbytes``."""
@@ -49,8 +48,7 @@ class BufferPool:
             try:
                 return Buffer(self.allocate(nbytes), True)
             except RuntimeError as error:
-                self.failed = True
-                self.buckets.clear()
+                self.close()
                 logger.warning("no pinned memory, offloading to pageable memory: %s", error)
         return Buffer(torch.empty(nbytes, dtype=torch.uint8), False)
 
@@ -60,9 +58,14 @@ class BufferPool:
         if buffer.pinned and free is not None:
             free.append(buffer)
 
+    def close(self) -> None:
+        """Free what is free, and pin nothing more."""
+        self.max_buckets = 0
+        self.buckets.clear()
+
     def _has_bucket(self, nbytes: int) -> bool:
         """Whether there is a bucket for this size, or one can be made."""
-        if self.failed or self.max_buckets == 0:
+        if self.max_buckets == 0:
             return False
         if nbytes in self.buckets:
             return True

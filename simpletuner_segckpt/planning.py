@@ -61,7 +61,7 @@ def _stack_report(
             schedule,
             reason,
             feed_forward=feed_forward if config.feed_forward_only and schedule.segments else (),
-            kept=_kept(schedule, config, described),
+            kept=_kept(path, schedule, config, described),
             inputs_on_cpu=config.inputs_on_cpu and bool(schedule.segments),
             offloaded=_offloaded(schedule, config, described),
         )
@@ -89,10 +89,10 @@ def _stack_report(
 
 
 def _kept(
-    schedule: Schedule, config: CheckpointingConfig, described: Stack | None
+    path: str, schedule: Schedule, config: CheckpointingConfig, described: Stack | None
 ) -> tuple[str, ...]:
-    """The operators whose outputs covered blocks keep."""
-    if not schedule.segments:
+    """The operators whose outputs covered blocks keep; of units it is not known before they run."""
+    if not schedule.segments or path == UNITS:
         return ()
     projections = described.projections if described else ()
     return tuple(kind for kind in config.keep if kind != "ffn" or projections)
@@ -163,11 +163,12 @@ def problems(
     is an error; one that some cannot is a warning.
     """
     config = settings.checkpointing
-    if not config.enabled:
+    if any(condition.off for condition in report.conditions):
         return
     described = family.stacks if family else ()
-    reported = [s for s in described if any(s.describes(r.path) for r in report.stacks)]
-    stacks = reported or described  # in validate, the blocks of none may have been counted
+    stacks: Sequence[Stack] = described
+    if report.stacks:  # in validate, the blocks of none may have been counted
+        stacks = [s for s in described if any(s.describes(r.path) for r in report.stacks)]
     for need in _needs(config):
         lacking = [stack.path for stack in stacks if not getattr(stack, need.part)]
         having = len(stacks) - len(lacking)

@@ -234,10 +234,13 @@ class Effect:
         raise KeyError(path)
 
 
-def shortfalls(planned: StackReport, effect: StackEffect, compiled: bool) -> Iterator[str]:
+def shortfalls(
+    planned: StackReport, effect: StackEffect, *, compiled: bool = False, moves: bool = False
+) -> Iterator[str]:
     """What was planned for the inside of the blocks and did not happen in a forward, and why.
 
-    ``compiled`` says whether any block is, which hides what it does.
+    compiled: whether any block is, which hides what it does.
+    moves: whether there is an accelerator to move tensors from.
     """
 
     def blocks(spans: Iterable[Span]) -> str:
@@ -246,6 +249,8 @@ def shortfalls(planned: StackReport, effect: StackEffect, compiled: bool) -> Ite
     covered = [span for span in effect.spans if span.recomputed]
     for kind in planned.kept:
         without = [span for span in covered if not span.tally.kept[kind]]
+        if planned.path == UNITS and len(without) < len(covered):
+            continue  # most units have no attention
         if compiled:
             why = "compiled blocks hide their operators"
         elif kind == "attention":
@@ -258,3 +263,12 @@ def shortfalls(planned: StackReport, effect: StackEffect, compiled: bool) -> Ite
     if planned.feed_forward and without and not compiled:
         names = ", ".join(planned.feed_forward)
         yield f"{blocks(without)} did not call {names}, so nothing of them is recomputed"
+    without = [
+        s for s in effect.spans if s.blocks[0] in planned.offloaded and not s.tally.offloaded
+    ]
+    if moves and without:
+        why = "compiled blocks hide it" if compiled else "it saved nothing on the accelerator"
+        yield f"nothing of attention is in CPU memory, {blocks(without)}: {why}"
+    if moves and planned.inputs_on_cpu and not any(span.tally.offloaded for span in covered):
+        why = "compiled blocks hide it" if compiled else "it is not on the accelerator"
+        yield f"nothing that enters a checkpoint call is in CPU memory: {why}"

@@ -36,6 +36,7 @@ from .links import (
     read,
     surroundings,
 )
+from .offload import Offload
 from .parts import Runner, tallying
 from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
 from .schedule import Schedule
@@ -282,13 +283,13 @@ class Forward:
         units: UnitsRun,
         conditions: Sequence[Condition] = (),
         inside_checkpoint: bool = False,
-        settle: Callable[[], None] = lambda: None,
+        offload: Offload | None = None,
     ):
         self.runs = tuple(runs)
         self.units = units
         self.conditions = tuple(conditions)
         self.inside_checkpoint = inside_checkpoint  # of somebody else, around the whole model
-        self.settle = settle  # called when the forward is over, however it ended
+        self.offload = offload
         self._hands_out = any(type(run) is not StackRun for run in self.runs)
         self._places: dict[int, tuple[StackRun, int]] = {}
         for run in self.runs:
@@ -315,14 +316,18 @@ class Forward:
         return run.step(index, args, kwargs)
 
     def finish(self) -> None:
-        """The model's forward is over. Raises ``SegmentBroken``."""
-        self.settle()
-        for run in self.runs:
-            run.finish()
+        """The model's forward is over. Raises ``SegmentBroken``, or as ``Offload.settle``."""
+        try:
+            for run in self.runs:
+                run.finish()
+        finally:
+            if self.offload is not None:
+                self.offload.settle()
 
     def abandon(self) -> None:
         """The model's forward raised: let go of every tensor."""
-        self.settle()
+        if self.offload is not None:
+            self.offload.let_go()
         for run in self.runs:
             run.abandon()
 

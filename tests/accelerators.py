@@ -30,9 +30,12 @@ class Event:
 
 
 class Stream:
+    """``after`` says of other streams up to where this one has been told to wait for them."""
+
     def __init__(self):
         self.queue: deque[Callable[[], None]] = deque()
         self.added = self.done = 0
+        self.after: dict[Stream, int] = {self: 0}
 
     def add(self, work: Callable[[], None]) -> None:
         with _lock:
@@ -43,18 +46,35 @@ class Stream:
         return Event(self)
 
     def wait_event(self, event: Event) -> None:
+        self.after[event.stream] = max(self.after.get(event.stream, 0), event.number)
         self.add(event.reach)
+
+    def is_after(self, stream: "Stream", number: int) -> bool:
+        return stream is self or self.after.get(stream, 0) >= number
 
 
 class MainStream(Stream):
-    """Where the model runs: everything at once, so a wait for another stream is one, too."""
+    """Where the model runs: everything at once, so a wait for another stream is one, too.
+
+    Each event stands for the work that was done before it.
+    """
+
+    def record_event(self) -> Event:
+        self.added += 1
+        self.done += 1
+        return Event(self)
 
     def wait_event(self, event: Event) -> None:
+        self.after[event.stream] = max(self.after.get(event.stream, 0), event.number)
         event.reach()
 
 
 class FakeAccelerator(Accelerator):
-    """``pinnable`` is how many bytes can be pinned before the system refuses."""
+    """``pinnable`` is how many bytes can be pinned before the system refuses.
+
+    Every copy is checked: that it comes after the work that made what it reads, and after the last
+    copy that used the same CPU memory.
+    """
 
     def __init__(self, pinnable: float = float("inf")):
         super().__init__("cpu")
@@ -63,9 +83,16 @@ class FakeAccelerator(Accelerator):
         self.pinnable = pinnable
         self.pinned_sizes: list[int] = []
         self.own_memory: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.pinned_memory: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.stored = self.restored = 0  # copies
         self.in_use = 0  # calls of `use`
         self.freed_early = 0  # sources that were freed before their copy ran
+        self._main_seen: dict[Stream, int] = {}  # by stream, when it copied out last
+        # By memory: the stream of the last copy that wrote or read it, and its number there.
+        self._written: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Stream, int]]
+        self._written = weakref.WeakKeyDictionary()
+        self._read: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Stream, int]]
+        self._read = weakref.WeakKeyDictionary()
 
     def stream(self, device):
         self.streams.append(Stream())
@@ -79,33 +106,51 @@ class FakeAccelerator(Accelerator):
             raise RuntimeError("cannot lock so much memory")
         self.pinnable -= nbytes
         self.pinned_sizes.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.pinned_memory.add(memory.untyped_storage())
+        return memory
 
     def empty(self, nbytes, device, stream):
         memory = torch.full((nbytes,), 255, dtype=torch.uint8)
         self.own_memory.add(memory.untyped_storage())
         return memory
 
-    def copy(self, target, source, stream, wait):
+    def copy(self, target, source, stream):
         back = target.untyped_storage() in self.own_memory
-        self.restored += back
-        self.stored += not back
-        source_alive = weakref.ref(source.untyped_storage())
+        on_cpu = (source if back else target).untyped_storage()
+        assert on_cpu in self.pinned_memory, "a copy of pageable memory that nobody waits for"
+        self._start(target, source, stream)
 
-        def work():
-            alive = source_alive()
-            if alive is None:
-                self.freed_early += 1
-            else:
-                target.copy_(torch.empty(0, dtype=torch.uint8).set_(alive))
-
-        stream.add(work)
-        if wait:
-            stream.record_event().reach()
+    def copy_and_wait(self, target, source, stream):
+        self._start(target, source, stream)
+        stream.record_event().reach()
 
     def use(self, tensor, stream):
         assert stream is self.main
+        assert self.main.is_after(*self._written[tensor.untyped_storage()])
         self.in_use += 1
+
+    def _start(self, target, source, stream):
+        back = target.untyped_storage() in self.own_memory
+        self.restored += back
+        self.stored += not back
+        if not back:
+            assert stream.after.get(self.main, 0) > self._main_seen.get(stream, 0)
+            self._main_seen[stream] = stream.after[self.main]
+        written, read = self._written, self._read
+        for memory, earlier in ((source, written), (target, written), (target, read)):
+            assert stream.is_after(*earlier.get(memory.untyped_storage(), (stream, 0)))
+        alive = weakref.ref(source.untyped_storage())
+
+        def work():
+            storage = alive()
+            if storage is None:
+                self.freed_early += 1
+            else:
+                target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+        stream.add(work)
+        written[target.untyped_storage()] = read[source.untyped_storage()] = stream, stream.added
 
 
 def no_copy_is_late(accelerator: FakeAccelerator) -> bool:

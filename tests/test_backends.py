@@ -11,6 +11,7 @@ from counting import Counts, counted_parts, described, watched
 from peft import LoraConfig
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
@@ -21,7 +22,7 @@ import simpletuner_segckpt
 from simpletuner_segckpt import keep
 from simpletuner_segckpt.measure import LiveBytes
 from simpletuner_segckpt.parts import tallying
-from simpletuner_segckpt.prove import counted, step
+from simpletuner_segckpt.prove import SEED, counted, loss_of, step
 from simpletuner_segckpt.report import UNITS
 from simpletuner_segckpt.stacks import blocks_of
 from simpletuner_segckpt.tiny import make_inputs, make_model, missing_needs
@@ -236,6 +237,30 @@ def test_a_model_that_nobody_described_has_no_parts(config, message):
         simpletuner_segckpt.apply(model, config)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (FFN, "SEG402 error: .* is torch-ffn, but SDXL has no feed-forward of its own; write"),
+        ({KEEP: "ffn"}, "SEG402 error: .* names ffn, but SDXL has no feed-forward of its own"),
+        ({OFFLOAD: True, **keys(1, 2)}, "SEG402 error: .* but SDXL has no attention of its own"),
+    ],
+)
+def test_a_model_that_has_none_of_the_stacks_with_parts(config, message):
+    """A class that several families share, found without the trainer naming one."""
+    model, _ = model_and_inputs("sd1x")
+    with pytest.raises(simpletuner_segckpt.ConfigError, match=message):
+        simpletuner_segckpt.apply(model, config)
+
+
+def test_checkpointing_that_is_off_by_a_condition_asks_for_nothing(caplog):
+    model, inputs = model_and_inputs("prx")
+    off = {"fsdp_enable": True, "fsdp_activation_checkpointing": True}
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {**FFN, OFFLOAD: True, **off})
+    assert step(model, inputs) == expected
+    assert installation.report.strategy == "off"
+
+
 def test_attention_can_be_kept_in_a_model_that_nobody_described():
     model, inputs = model_and_inputs("sd3")
     expected = step(model, inputs)
@@ -322,6 +347,22 @@ def test_the_math_kernel_is_recomputed_and_that_is_said_once(caplog):
     ]
 
 
+def test_units_that_can_keep_nothing(caplog):
+    model, inputs = model_and_inputs("sd1x")
+    with sdpa_kernel(SDPBackend.MATH):
+        simpletuner_segckpt.apply(model, {KEEP: "attention"})
+        for _ in range(2):
+            step(model, inputs)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("units: keep: nothing of attention is kept in")
+    simpletuner_segckpt.remove(model)
+    caplog.clear()
+    installation = simpletuner_segckpt.apply(model, {KEEP: "attention"}, family="sd1x")
+    step(model, inputs)
+    assert installation.effect["units"].kept == {"attention": 20}
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_kernels_and_autocast(kernel, autocast):
@@ -341,7 +382,7 @@ def test_kernels_and_autocast(kernel, autocast):
 def test_flex_attention_is_kept():
     """Its operator of a higher order, which torch can run on a CPU, though not differentiate."""
     q, other = torch.randn(2, 1, 2, 16, 8)
-    forward, again = keep.Kept(["attention"]).contexts()
+    forward, again = keep.Kept(["attention"], compiled=False).contexts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is slow without a compiler, and says so
         with forward, tallying() as tally:
@@ -354,6 +395,7 @@ def test_flex_attention_is_kept():
 
 LIBRARY = torch.library.Library("segckpt_flash_attn", "DEF")
 LIBRARY.define("forward(Tensor q, float dropout_p) -> (Tensor, Tensor)")
+LIBRARY.define("named_otherwise(Tensor q, float p) -> (Tensor, Tensor)")
 LIBRARY.define("forward_into(Tensor q, Tensor(a!)? out) -> Tensor")
 RUNS: Counter[str] = Counter()
 
@@ -371,6 +413,7 @@ def _forward_into(q, out):
 
 
 LIBRARY.impl("forward", _forward, "CPU")
+LIBRARY.impl("named_otherwise", _forward, "CPU")
 LIBRARY.impl("forward_into", _forward_into, "CPU")
 
 
@@ -379,8 +422,10 @@ class RegisteredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, how):
-        if how == "plain" or how == "dropout":
-            out, ctx.lse = torch.ops.segckpt_flash_attn.forward(q, 0.5 if how == "dropout" else 0.0)
+        if how == "plain" or "dropout" in how:
+            ops = torch.ops.segckpt_flash_attn
+            run = ops.named_otherwise if how == "dropout called p" else ops.forward
+            out, ctx.lse = run(q, 0.0 if how == "plain" else 0.5)
         else:
             buffer = torch.empty_like(q) if how == "into a buffer" else None
             out = torch.ops.segckpt_flash_attn.forward_into(q, buffer)
@@ -411,6 +456,7 @@ class AttendingBlock(nn.Module):
     [
         ("plain", 1, 6),
         ("dropout", 2, 0),  # later random numbers would differ if it were skipped
+        ("dropout called p", 2, 0),
         ("without a buffer", 1, 6),
         ("into a buffer", 2, 0),  # the buffer would stay as it was
     ],
@@ -473,13 +519,18 @@ def test_removal_and_copies(config):
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("config", [FFN, {KEEP: ["attention", "ffn"], **keys(2)}], ids=str)
-def test_lora_on_the_parts_before_and_after(config, before):
+@pytest.mark.parametrize(
+    ("config", "inside"),
+    [(FFN, ((10, 0), (0, 0))), ({KEEP: ["attention", "ffn"], **keys(2)}, ((0, 15), (0, 10)))],
+    ids=["torch-ffn", "keep"],
+)
+def test_lora_on_the_parts_before_and_after(config, inside, before):
+    """The down-projection of each feed-forward, and LoRA's own down to its rank."""
     lora = LoraConfig(r=4, lora_dropout=0.2, target_modules=["ff.net.2", "proj_out", "to_out.0"])
 
     def model():
         made, inputs = model_and_inputs("flux")
-        if before is None or before:
+        if before:
             made.add_adapter(lora)
         return made, inputs
 
@@ -498,8 +549,120 @@ def test_lora_on_the_parts_before_and_after(config, before):
     trained.load_state_dict(reference.state_dict())
     for _ in range(2):
         assert step(trained, inputs) == expected
-    effect = installation.effect["transformer_blocks"]
-    assert effect.feed_forwards == 10 or effect.kept["ffn"] >= 10
+    stacks = installation.effect.stacks
+    assert tuple((stack.feed_forwards, stack.kept["ffn"]) for stack in stacks) == inside
+    installation.remove()
+    assert not any("_segckpt_door" in module.__dict__ for module in trained.modules())
+
+
+class Around(nn.Module):
+    """What an adapter or a compiler puts in the place of a part."""
+
+    def __init__(self, original):
+        super().__init__()
+        self.original = original
+
+    def forward(self, *args, **kwargs):
+        return self.original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "replaced", "compiled", "modules_to_save"])
+@pytest.mark.parametrize("config", [FFN, {KEEP: "ffn"}], ids=str)
+def test_parts_that_change_after_a_step(how, config):
+    model, inputs = model_and_inputs("wan")
+    installation = simpletuner_segckpt.apply(model, config)
+    step(model, inputs)
+    if how == "modules_to_save":
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q"], modules_to_save=["ffn"]))
+    for block in model.blocks:
+        if how == "wrapped":
+            block.ffn = Around(block.ffn)
+        elif how == "replaced":
+            block.ffn = copy.deepcopy(block.ffn)
+        elif how == "compiled":
+            block.ffn = torch.compile(block.ffn, backend="eager")
+    simpletuner_segckpt.remove(other := copy.deepcopy(model))
+    expected = step(other, inputs)
+    assert step(model, inputs) == expected
+    effect = installation.effect["blocks"]
+    assert (effect.feed_forwards, effect.kept["ffn"]) == ((5, 0) if config is FFN else (0, 5))
+    installation.remove()
+    assert not any("_segckpt_door" in module.__dict__ for module in model.modules())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("config", [{}, {KEEP: ["attention", "ffn"]}, FFN], ids=str)
+def test_a_lora_scale_in_the_recompute(config):
+    model, inputs = model_and_inputs("flux")
+    add_lora(model)
+    inputs["joint_attention_kwargs"] = {"scale": 0.3}
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {**keys(2), **config})
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert sum(stack.feed_forwards for stack in installation.effect.stacks) == (config is FFN) * 10
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, FFN, {BACKEND: "unsloth"}, {KEEP: "attention"}, {KEEP: ["attention", "ffn"]}],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_two_backwards_of_one_forward(config, scale):
+    model, inputs = model_and_inputs("flux")
+    add_lora(model)
+    if scale:
+        inputs["joint_attention_kwargs"] = {"scale": scale}
+    expected = step(model, inputs).gradients
+    simpletuner_segckpt.apply(model, {**keys(2), **config})
+    for _ in range(2):
+        torch.manual_seed(SEED)
+        loss = loss_of(model(**inputs))
+        for _ in range(2):
+            model.zero_grad()
+            loss.backward(retain_graph=True)
+            assert all(
+                torch.equal(p.grad, expected[name])
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            )
+
+
+def test_what_is_kept_serves_one_backward():
+    """Another one recomputes it: here the norm of a gradient weighs the loss."""
+    model, inputs = model_and_inputs("wan")
+    last = model.blocks[-1].ffn.net[2].weight
+
+    def gradients():
+        model.zero_grad()
+        loss = loss_of(model(**inputs))
+        (gradient,) = torch.autograd.grad(loss, last, retain_graph=True)
+        (loss * gradient.norm().detach()).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    simpletuner_segckpt.apply(model, {**keys(2), KEEP: ["attention", "ffn"]})
+    for _ in range(2):
+        counts = Counts()
+        with counts:
+            assert all(map(torch.equal, gradients(), expected))
+        # Ten in forward; those of the last segment again in the second backward.
+        assert counts.attention in (10 + 2, 10 + 4)
+
+
+def test_what_is_kept_must_not_be_written():
+    class InPlace(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mul_(1.5)
+
+    model, inputs = model_and_inputs("wan")
+    for block in model.blocks:
+        old = block.ffn.net[2]
+        block.ffn.net[2] = InPlace(old.in_features, old.out_features)
+    simpletuner_segckpt.apply(model, {KEEP: "ffn"})
+    with pytest.raises(RuntimeError, match="cached during selective activation checkpoint"):
+        step(model, inputs)
 
 
 def test_frozen_parts_are_not_recomputed():
@@ -664,6 +827,50 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
         "blocks: keep: nothing of ffn is kept in blocks 0 1 2 3 4: compiled blocks hide their "
         "operators"
     ]
+
+
+@pytest.mark.parametrize("config", [{}, keys(2)], ids=["layer", "interval 2"])
+def test_memory_that_compiled_code_uses_again(config):
+    """Where backward needs nothing of an attention, inductor writes over its output unseen."""
+    torch._dynamo.reset()
+
+    class Reusing(torch.fx.Interpreter):
+        """When it is done, nothing is left of attentions that it does not return."""
+
+        def run(self, *args):
+            self.attended: list[torch.Tensor] = []
+            results = super().run(*args)
+            returned = {r.untyped_storage() for r in results if isinstance(r, torch.Tensor)}
+            for tensor in self.attended:
+                if tensor.untyped_storage() not in returned:
+                    tensor.numpy()[...] = float("nan")
+            return results
+
+        def run_node(self, node):
+            result = super().run_node(node)
+            if "attention" in str(node.target) and "backward" not in str(node.target):
+                self.attended += result
+            return result
+
+    def compile_one(graph, _):
+        return make_boxed_func(Reusing(graph).run)
+
+    model, inputs = model_and_inputs("wan")
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.ffn.requires_grad_(True)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {**config, KEEP: "attention"})
+    model.compile_repeated_blocks(
+        backend=aot_autograd(
+            fw_compiler=compile_one, partition_fn=min_cut_rematerialization_partition
+        ),
+        fullgraph=True,
+    )
+    for _ in range(2):
+        assert close(step(model, inputs), expected)
+    assert installation.effect["blocks"].kept == {"attention": 10}
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin, compile_regions
 from peft import LoraConfig
 from torch import nn
@@ -611,6 +612,7 @@ def test_prepared_by_accelerate_with_mixed_precision(order, regional):
     model, inputs = model_and_inputs("flux")
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
     torch._dynamo.reset()
+    AcceleratorState._reset_state()  # it remembers the plugin of the first one in the process
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     options = {"dynamo_plugin": plugin} if regional else {}
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)

@@ -60,8 +60,7 @@ def round_trip(accelerator, *tensors):
     x = torch.ones(3, requires_grad=True)
     back: list[torch.Tensor] = []
     moving = Offload(host(accelerator))
-    with moving.hooks():
-        y = Saves.apply(x, back, *tensors)
+    y = moving.run(Saves.apply, x, back, *tensors)
     moving.settle()
     y.sum().backward()
     return back
@@ -112,11 +111,10 @@ def test_a_storage_that_was_written_since_is_moved_again(accelerator):
     back: list[torch.Tensor] = []
     state = torch.zeros(400)
     moving = Offload(host(accelerator))
-    with moving.hooks():
-        first = Saves.apply(x, back, state)
-        moving.settle()
-        state += 1
-        second = Saves.apply(first, back, state)
+    first = moving.run(Saves.apply, x, back, state)
+    moving.settle()
+    state += 1
+    second = moving.run(Saves.apply, first, back, state)
     moving.settle()
     second.sum().backward()
     assert [tensor.mean().item() for tensor in back] == [1.0, 0.0]
@@ -126,8 +124,7 @@ def test_a_storage_that_was_written_since_is_moved_again(accelerator):
 def test_a_write_into_a_storage_that_is_being_moved_is_an_error(accelerator):
     state = torch.zeros(400)
     moving = Offload(host(accelerator))
-    with moving.hooks():
-        Saves.apply(torch.ones(3, requires_grad=True), [], state)
+    moving.run(Saves.apply, torch.ones(3, requires_grad=True), [], state)
     state += 1
     with pytest.raises(RuntimeError, match=r"shape \(400,\) that backward needs was written"):
         moving.settle()
@@ -137,8 +134,7 @@ def test_parameters_and_their_views_stay(accelerator):
     layer = torch.nn.Linear(64, 64)
     x = torch.randn(2, 64, requires_grad=True)
     moving = Offload(host(accelerator))
-    with moving.hooks():
-        y = layer(x)
+    y = moving.run(layer, x)
     assert accelerator.stored == 1  # x; the weight is saved as a transposed view
     y.sum().backward()
 
@@ -146,15 +142,43 @@ def test_parameters_and_their_views_stay(accelerator):
 def test_only_a_few_tensors_wait_for_their_copies(accelerator):
     x = torch.ones(3, requires_grad=True)
     moving = Offload(host(accelerator))
-    with moving.hooks():
-        for _ in range(MOST_LEAVING + 3):
-            x = Saves.apply(x, [], torch.randn(300))
-            assert len(moving._leaving) <= MOST_LEAVING
+    for _ in range(MOST_LEAVING + 3):
+        x = moving.run(Saves.apply, x, [], torch.randn(300))
+        assert len(moving._leaving) <= MOST_LEAVING
     done = accelerator.streams[0].done
     moving.settle()
     assert accelerator.streams[0].done > done
     assert not moving._leaving
     assert no_copy_is_late(accelerator)
+
+
+def test_tensors_that_stay_where_they_are(accelerator, monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 1024)
+
+    class Special(torch.Tensor):
+        pass
+
+    x = torch.ones(3, requires_grad=True)
+    moving = Offload(host(accelerator))
+    for bytes_of_it, moved in ((1023, 0), (1024, 1)):
+        x = moving.run(Saves.apply, x, [], torch.zeros(bytes_of_it, dtype=torch.uint8))
+        assert accelerator.stored == moved
+    moving.run(Saves.apply, x, [], torch.zeros(2000).as_subclass(Special))
+    moving.run(Saves.apply, x, [], torch.zeros(2000).to_sparse())
+    assert accelerator.stored == 1
+
+
+def test_a_buffer_is_not_filled_again_while_it_is_read(accelerator):
+    """The accelerator checks it: see ``FakeAccelerator._start``."""
+    place = host(accelerator)
+    first = torch.ones(300)
+    for value in (first, first * 2):
+        stored = Stored(place, torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()))
+        stored.fetch()  # and nobody waits for it
+        memory = stored.buffer.memory
+        del stored
+        assert place.pool.buckets[1200][0].memory is memory
+    assert accelerator.pinned_sizes == [1200]
 
 
 # The pool.
@@ -231,10 +255,12 @@ def test_gradients(accelerator, name, config):
     expected = step(model, inputs)
     installation = simpletuner_segckpt.apply(model, config)
     for _ in range(3):
+        used = accelerator.in_use
         assert step(model, inputs) == expected
     assert accelerator.stored == accelerator.restored > 0
     assert no_copy_is_late(accelerator)
-    assert sum(stack.offloaded for stack in installation.effect.stacks) > 0
+    views = sum(stack.offloaded for stack in installation.effect.stacks)
+    assert accelerator.in_use - used == views > 0
 
 
 def test_what_a_checkpoint_call_keeps_is_moved(accelerator):
@@ -251,6 +277,23 @@ def test_what_a_checkpoint_call_keeps_is_moved(accelerator):
         # tensors are the same ones in all of them.
         assert accelerator.stored - stored == calls + 4
         assert installation.effect["blocks"].offloaded == calls * 5
+
+
+def test_a_tensor_that_several_calls_save_is_moved_once(accelerator):
+    """Also where one of them is a checkpoint call, and another one an attention."""
+    model, inputs = model_and_inputs("wan")
+
+    def stored(**config):
+        installation = simpletuner_segckpt.apply(model, {**keys(1, 2), **config})
+        step(model, inputs)
+        before = accelerator.stored
+        step(model, inputs)
+        installation.remove()
+        return accelerator.stored - before
+
+    together = stored(**{BACKEND: "unsloth"}, **OFFLOAD)
+    shared = 3  # the text, and the two rotary tensors
+    assert together == stored(**{BACKEND: "unsloth"}) + stored(**OFFLOAD) - shared
 
 
 def test_the_torch_backend_moves_nothing(accelerator):
@@ -290,7 +333,7 @@ def test_every_buffer_comes_back(accelerator):
 
 
 def in_cpu_memory():
-    return sum(isinstance(thing, Stored) for thing in gc.get_objects())
+    return sum(type(thing) is Stored for thing in gc.get_objects())
 
 
 def test_a_forward_without_backward_leaves_nothing(accelerator):
@@ -333,6 +376,51 @@ def test_an_exception_leaves_nothing(accelerator, where):
     assert not in_cpu_memory()
     assert step(model, inputs) == expected
     assert no_copy_is_late(accelerator)
+
+
+def test_nothing_stays_on_the_device(accelerator):
+    """After a forward what is on its way, after a backward what came back."""
+    model, inputs = model_and_inputs("wan")
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(2, 4), **PREFETCH})
+    step(model, inputs)
+    for _ in range(2):
+        loss = loss_of(model(**inputs))
+        things = gc.get_objects()
+        forwards = [thing for thing in things if type(thing) is Offload]
+        assert any(forward._groups for forward in forwards)
+        assert not any(forward._leaving for forward in forwards)
+        loss.backward(retain_graph=True)
+        stored = [thing for thing in gc.get_objects() if type(thing) is Stored]
+        assert stored
+        assert all(thing._on_device is None for thing in stored)
+        del loss, things, forwards, stored
+
+
+@pytest.mark.parametrize("config", [OFFLOAD, {BACKEND: "unsloth-ffn"}], ids=str)
+def test_compiled_blocks_hide_what_could_be_moved(accelerator, config, caplog):
+    model, inputs = model_and_inputs("wan")
+    simpletuner_segckpt.apply(model, {**keys(1, 2), **config})
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    for _ in range(2):
+        step(model, inputs)
+    assert accelerator.stored == 0
+    said = [r.message for r in caplog.records if r.name == "simpletuner_segckpt"]
+    assert len(said) == 1
+    assert said[0].endswith("compiled blocks hide it")
+    torch._dynamo.reset()
+
+
+def test_a_model_that_is_not_on_the_accelerator(accelerator, caplog):
+    accelerator.device_type = "meta"
+    model, inputs = model_and_inputs("wan")
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(1, 2), **OFFLOAD})
+    step(model, inputs)
+    assert [record.message for record in caplog.records] == [
+        "blocks: nothing of attention is in CPU memory, blocks 1 3: it saved nothing on the "
+        "accelerator",
+        "blocks: nothing that enters a checkpoint call is in CPU memory: it is not on the "
+        "accelerator",
+    ]
 
 
 def test_gradient_accumulation_with_all_forwards_first(accelerator):
@@ -402,6 +490,31 @@ def test_copies_of_a_model_have_memory_of_their_own(accelerator):
         assert accelerator.stored == stored
 
 
+def test_a_forward_past_the_hooks(accelerator):
+    """What is on its way is let go there, too."""
+    model, inputs = model_and_inputs("wan")
+    simpletuner_segckpt.apply(model, {BACKEND: "unsloth"})
+    expected = step(model, inputs)
+    assert step(model, inputs, run=model.forward) == expected
+    loss = loss_of(model.forward(**inputs))
+    forwards = [thing for thing in gc.get_objects() if type(thing) is Offload]
+    assert any(forward._groups for forward in forwards)
+    assert not any(forward._leaving for forward in forwards)
+    loss.backward()
+
+
+def test_pinned_memory_is_given_back(accelerator):
+    model, inputs = model_and_inputs("wan")
+    installation = simpletuner_segckpt.apply(model, {BACKEND: "unsloth"})
+    loss = loss_of(model(**inputs))
+    pool = pool_of(installation)
+    installation.remove()
+    loss.backward()
+    del loss
+    assert not pool.buckets
+    assert not accelerator.pinned_memory
+
+
 def test_threads_do_not_mix_their_tensors(accelerator):
     model, inputs = model_and_inputs("wan")
     with torch.no_grad():
@@ -466,6 +579,6 @@ def test_without_an_accelerator_it_is_said_once(caplog):
         assert step(model, inputs) == expected
     assert installation.effect["blocks"].segments == (range(0, 2), range(2, 4), range(4, 5))
     assert [record.message for record in caplog.records] == [
-        "gradient_checkpointing_backend: there is no accelerator, so nothing is moved: it is in "
-        "CPU memory already"
+        "SEG304 warning: `gradient_checkpointing_backend` moves nothing: there is no accelerator, "
+        "so everything is in CPU memory already"
     ]

@@ -1,0 +1,53 @@
+"""Contexts around a forward and its recompute, which can be entered once for every backward.
+
+torch enters the context of a recompute each time that a backward gets there; what
+``contextlib.contextmanager`` makes can be entered once.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+# Makes what to enter around a forward, and around its recompute.
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+class Together(AbstractContextManager[None]):
+    """Several contexts as one."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]):
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class Once(AbstractContextManager[None]):
+    """A context that is entered the first time, and nothing after that."""
+
+    def __init__(self, context: AbstractContextManager[Any]):
+        self.context: AbstractContextManager[Any] = context
+
+    def __enter__(self) -> None:
+        self._entered, self.context = self.context, nullcontext()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class Anew(Together):
+    """A context that is made each time it is entered."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
+        self.make = make
+
+    def __enter__(self) -> None:
+        self.contexts = (self.make(),)
+        super().__enter__()
