@@ -139,14 +139,17 @@ class CheckpointingConfig(_Keys):
     ] = Field(None, alias="gradient_checkpointing_segment_stride", title="Segment stride")
     offload_attention: Annotated[
         bool,
-        *_boolean("Move what attention saves for backward to CPU memory, in blocks that are kept."),
+        *_boolean(
+            "Move what attention saves for backward to CPU memory, in blocks whose attention is "
+            "not recomputed: those in gaps, and all of them with a backend that ends in -ffn."
+        ),
     ] = Field(False, alias="gradient_checkpointing_offload_attention", title="Offload attention")
     pin_memory_max_buckets: Annotated[
         int,
         *_integer(
             0,
-            "shapes of pinned buffers; 0 never pins",
-            "How many shapes of pinned CPU buffers the offload may hold; 0 never pins.",
+            "sizes of pinned buffers; 0 never pins",
+            "How many sizes of pinned CPU buffers the offload may hold; 0 never pins.",
             [0, 12],
         ),
     ] = Field(

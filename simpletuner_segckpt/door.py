@@ -337,8 +337,8 @@ class Door:
                     self._trying_out = False
             self._say_shortfalls(planned[run.stack.path], run)
         if not self.stacks and "attention" in self.config.keep:
-            units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
-            self._say_shortfalls(units, forward.units)
+            only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+            self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
         if units and units != self.units.blocks and not self.config.feed_forward_only:

@@ -64,7 +64,7 @@ class Kept:
         self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         kind = kind_of(operator, args, kwargs)
-        if kind not in self.kinds or (kind == "ffn" and not self.depth):
+        if kind is None or kind not in self.kinds or (kind == "ffn" and not self.depth):
             return CheckpointPolicy.PREFER_RECOMPUTE
         counting = tally()
         if counting is not None:
