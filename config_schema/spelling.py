@@ -134,16 +134,7 @@ def one_of(choices: Iterable[str]) -> Callable[[Any], str | None]:
     known = tuple(choices)
 
     def parse(value: Any) -> str | None:
-        if is_unset(value):
-            return None
-        word = value.strip().lower().replace("_", "-") if isinstance(value, str) else value
-        if not isinstance(word, str) or word not in known:
-            raise PydanticCustomError(
-                "unknown-choice",
-                "is {found}; write one of {choices}",
-                {"found": describe(value), "choices": ", ".join(known)},
-            )
-        return word
+        return None if is_unset(value) else _choice(value, known)
 
     return parse
 
@@ -151,16 +142,25 @@ def one_of(choices: Iterable[str]) -> Callable[[Any], str | None]:
 def some_of(choices: Iterable[str]) -> Callable[[Any], tuple[str, ...] | None]:
     """A parser for a list out of ``choices``; a single word stands for a list of one."""
     known = tuple(choices)
-    single = one_of(known)
 
     def parse(value: Any) -> tuple[str, ...] | None:
         if is_unset(value):
             return None
         items = value if isinstance(value, (list, tuple)) else [value]
-        words = [single(item) for item in items]
-        return tuple(dict.fromkeys(word for word in words if word))
+        return tuple(dict.fromkeys(_choice(item, known) for item in items))
 
     return parse
+
+
+def _choice(value: Any, known: tuple[str, ...]) -> str:
+    word = value.strip().lower().replace("_", "-") if isinstance(value, str) else value
+    if not isinstance(word, str) or word not in known:
+        raise PydanticCustomError(
+            "unknown-choice",
+            "is {found}; write one of {choices}",
+            {"found": describe(value), "choices": ", ".join(known)},
+        )
+    return word
 
 
 def word(value: Any) -> str | None:

@@ -104,7 +104,8 @@ def test_keep():
     assert parse({KEEP: "attention"}).keep == ("attention",)
     assert parse({KEEP: ["ffn", "attention", "ffn"]}).keep == ("ffn", "attention")
     assert parse({KEEP: []}).keep == ()
-    assert codes({KEEP: ["mlp"]}) == codes({KEEP: 3}) == ["SEG205"]
+    for wrong in (["mlp"], 3, ["attention", None], [""], [["ffn"]]):
+        assert codes({KEEP: wrong}) == ["SEG205"]
 
 
 def test_backend():
