@@ -131,7 +131,7 @@ def print_table(tokens: int, found: dict[str, tuple[float, int, int]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TARGETS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
