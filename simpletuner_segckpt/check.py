@@ -23,6 +23,7 @@ from torch.nn import Module
 from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack, Tiny
 from .install import Installation, apply
+from .messages import logger
 from .output import command, refuse
 from .prove import Step, counted, step
 from .registry import FamilyRegistry
@@ -278,7 +279,6 @@ def _run(families: Sequence[Family]) -> list[Check]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without this package's own messages: what a check finds is in its table."""
-    logger = logging.getLogger("simpletuner_segckpt")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

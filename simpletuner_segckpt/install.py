@@ -12,12 +12,14 @@ from torch.nn import Module
 
 from .accelerator import Accelerator
 from .config_schema import CheckpointingConfig
-from .door import Door, logger
+from .door import Door
 from .errors import ConfigError, UnknownFamily, UnsupportedModel
 from .family import Family
 from .findings import Finding
+from .forwards import Forwards
 from .gates import FUNCTION, Gates
 from .intercept import DOOR
+from .messages import logger
 from .native import Settled, blocks_only, is_native, restore, settle
 from .parts import Kind
 from .planning import make_report, problems
@@ -52,7 +54,7 @@ class Installation:
     @property
     def proofs(self) -> dict[str, Proof]:
         """By stack path, what the latest recorded forward showed of the boundaries of blocks."""
-        return self._owner.proofs if isinstance(self._owner, Door) else {}
+        return self._owner.forwards.proofs if isinstance(self._owner, Door) else {}
 
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
@@ -219,18 +221,19 @@ def _problems(
 
 def _install(base: Module, report: Report, family: Family | None, settings: Settings) -> Door:
     has_door = getattr(base, "_supports_gradient_checkpointing", False)
-    door = Door(
+    conditions = family.conditions if family else ()
+    forwards = Forwards(
         report.stacks,
         settings.checkpointing,
+        [Condition("call", c.argument, c.reason, c.stacks) for c in conditions],
+        _carried(report, family),
+    )
+    door = Door(
+        forwards,
         list(signature(type(base).forward).parameters)[1:],
         Gates(base),
-        [
-            Condition("call", c.argument, c.reason, c.stacks)
-            for c in (family.conditions if family else ())
-        ],
         gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not has_door,
-        carried=_carried(report, family),
         parts=_parts(report, family, settings.checkpointing),
         off=next((str(c) for c in report.conditions if c.off), ""),
     )

@@ -1,6 +1,5 @@
 """CPU memory for offloaded tensors: a few sizes of pinned buffers, pageable memory beyond."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-logger = logging.getLogger("simpletuner_segckpt")
+from .messages import logger
 
 
 @dataclass(eq=False, slots=True)

@@ -146,7 +146,9 @@ def check_stack(stack, path, blocks, installation):
         assert all(hasattr(block, part.partition(".")[0]) for block in blocks), part
     if stack.per_block:
         return
-    [proof] = [proof for (_, found), proof in installation._owner._proven.items() if found == path]
+    [proof] = [
+        proof for (_, found), proof in installation._owner.forwards._proven.items() if found == path
+    ]
     for boundary in proof.boundaries:
         if isinstance(boundary, Link):
             assert boundary.by_name == stack.sources

@@ -1,0 +1,178 @@
+"""How the blocks of a training forward run, and what each forward shows for those that follow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.nn import Module
+
+from .backends import Backend, Runners, has_lora_scale, lora_scale
+from .conditions import CALL_CONDITIONS, call_conditions
+from .config_schema import CheckpointingConfig
+from .hooks import model_conditions
+from .links import inside_checkpoint
+from .messages import Messages
+from .recording import RecordingRun
+from .report import UNITS, Condition, StackReport, shortfalls
+from .schedule import Schedule, make_schedules
+from .segments import Forward, Proof, SegmentedRun, Stack, StackRun, UnitsRun
+from .stacks import blocks_of, is_compiled
+
+# What tells one shape of call from another: its arguments, by presence.
+CallShape = tuple[Any, ...]
+
+
+class Forwards:
+    """Plans the training forwards of one model.
+
+    conditions: arguments of the forward that force per-block.
+    carried: what the family says is carried in each stack; None when no family describes it.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[StackReport],
+        config: CheckpointingConfig,
+        conditions: Sequence[Condition] = (),
+        carried: Mapping[str, Mapping[str, int]] | None = None,
+    ):
+        self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
+        counted = (stack.schedule for stack in stacks if stack.path == UNITS)
+        self.units = next(counted, Schedule(0, ()))
+        self.config = config
+        self.messages = Messages()
+        self.backend = Backend(config)
+        named = {condition.name for condition in conditions}
+        general = (c for c in CALL_CONDITIONS if c.name not in named)
+        self.conditions = (*conditions, *general)
+        self.described = carried is not None
+        self.carried = dict(carried or {})
+        self.trying_out = False  # whether segments are, which asks no block to be recomputed
+        self._proven: dict[tuple[CallShape, str], Proof] = {}
+
+    @property
+    def proofs(self) -> dict[str, Proof]:
+        """By stack path, what the latest recorded forward showed."""
+        return {path: proof for (_, path), proof in self._proven.items()}
+
+    def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
+        """How the blocks of a training forward with these arguments run."""
+        conditions = call_conditions(self.conditions, arguments)
+        inside = inside_checkpoint()
+        if inside:
+            reason = "the whole model runs inside another checkpoint call"
+            conditions.append(Condition("call", "torch.utils.checkpoint", reason))
+        shape = call_shape(arguments, module.training)
+        contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
+        # Only what is kept needs to know, and this is a walk over the whole model.
+        compiled = bool(self.config.keep) and any(map(is_compiled, module.modules()))
+        runners = self.backend.begin(contexts, compiled)
+        runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
+        # Units have no feed-forward of their own.
+        interval = 0 if self.config.feed_forward_only else self.config.interval
+        units = UnitsRun(
+            self.units, runners.covered, interval, self.config.stride or self.config.interval
+        )
+        return Forward(runs, units, conditions, inside, runners.offload)
+
+    def _run(
+        self,
+        module: Module,
+        planned: StackReport,
+        runners: Runners,
+        conditions: Sequence[Condition],
+        shape: CallShape,
+    ) -> StackRun:
+        blocks = blocks_of(module, planned.path)
+        carried = self.carried.get(planned.path, {})
+        covered, gap = runners.covered, runners.gap
+        stack = Stack(planned.path, planned.schedule, blocks, covered, gap, carried)
+        found = [str(c) for c in conditions if c.concerns(planned.path)]
+        if len(blocks) != planned.blocks:
+            changed = (
+                f"it has {len(blocks)} blocks now and had {planned.blocks} when the schedule was "
+                "installed; call apply() again"
+            )
+            self.messages.warn(f"{planned.path}: {changed}")
+            found.append(changed)
+        if planned.strategy == "segmented" and not found:
+            found += map(str, model_conditions(planned.path, blocks))
+        if found and planned.strategy == "segmented":
+            self._say_per_block(planned.path, found[0])
+        if found or planned.strategy != "segmented":
+            return StackRun(stack, found[0] if found else planned.reason)
+        key = shape, planned.path
+        proof = self._proven.get(key)
+        if proof is None:
+            return RecordingRun(stack, shape, replay=not self.described)
+        if proof.reason:
+            self._say_per_block(planned.path, proof.reason)
+        stack = Stack(planned.path, proof.schedule, blocks, covered, gap)
+        return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
+
+    def learn(self, forward: Forward) -> None:
+        """What this forward showed for those that follow."""
+        planned = {stack.path: stack for stack in self.stacks}
+        for run in forward.runs:
+            if run.cached:
+                message = "blocks that are given a KV cache run without being recomputed"
+                self.messages.warn(f"{run.stack.path}: {message}")
+            if run not in forward.reached:
+                self.messages.warn(
+                    f"{run.stack.path} was not reached: the model does not run its blocks through "
+                    "its checkpoint function, so nothing of it is recomputed",
+                )
+            elif isinstance(run, RecordingRun):
+                self.trying_out = True
+                try:
+                    self._proven[run.shape, run.stack.path] = run.proof()
+                finally:
+                    self.trying_out = False
+            self._say_shortfalls(planned[run.stack.path], run)
+        if not self.stacks and "attention" in self.config.keep:
+            only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+            self._say_shortfalls(only_units, forward.units)
+        counts = {stack.path: stack.blocks for stack in self.stacks}
+        units = len(forward.units.spans)
+        if units and units != self.units.blocks and not self.config.feed_forward_only:
+            # Modules that run more than once count each time.
+            self.units = self._schedules(counts | {UNITS: units})[UNITS]
+        reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
+        if not self.described and reached and reached != list(self.stacks):
+            # What keep_last keeps goes by execution order, which nobody described, and lists that
+            # only looked like stacks must not use it up.
+            schedules = self._schedules({stack.path: stack.blocks for stack in reached})
+            self.stacks = tuple(replace(stack, schedule=schedules[stack.path]) for stack in reached)
+            if self.config.keep_last:
+                self._proven.clear()
+
+    def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
+        config = self.config
+        return make_schedules(counts, config.interval, config.stride, config.keep_last)
+
+    def _distrust(self, key: tuple[CallShape, str], planned: StackReport, reason: str) -> None:
+        """Segments were wrong for this shape of call: no more of them."""
+        boundaries = [reason] * (planned.blocks - 1)
+        self._proven[key] = Proof.of(planned.schedule, boundaries)
+
+    def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
+        compiled = any(map(is_compiled, run.stack.blocks))
+        moves = self.backend.moves
+        for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
+            self.messages.warn(f"{run.stack.path}: {shortfall}")
+
+    def _say_per_block(self, path: str, reason: str) -> None:
+        self.messages.warn(f"{path} runs block by block: {reason}")
+
+
+def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:
+    """The names of the arguments that are given, with flags and the keys of dicts."""
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple(sorted(map(str, value)))
+        return value if isinstance(value, bool) else None
+
+    given = ((name, mark(value)) for name, value in arguments.items() if value is not None)
+    return (training, *sorted(given, key=lambda item: item[0]))
