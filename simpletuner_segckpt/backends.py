@@ -62,7 +62,7 @@ class Recompute:
             return _torch_checkpoint(options, function, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
         call = partial(_unflattened, function, spec)
-        return self.offload.run(_torch_checkpoint, options, call, tuple(leaves), {})
+        return self.offload.run("inputs", _torch_checkpoint, options, call, tuple(leaves), {})
 
     def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
@@ -117,21 +117,18 @@ class Backend:
         options = {"context_fn": in_graph(self.config.keep)} if self.config.keep else {}
         return _torch_checkpoint(options, function, args, kwargs)
 
-    def begin(self, contexts: tuple[Contexts, ...] = (), compiled: bool = False) -> Runners:
-        """For a forward; ``contexts`` are entered around whatever is recomputed.
-
-        compiled: whether there is compiled code in the model.
-        """
+    def begin(self, contexts: tuple[Contexts, ...] = ()) -> Runners:
+        """For a forward; ``contexts`` are entered around whatever is recomputed."""
         config = self.config
         offload = None
         if self._host is not None:
             offload = Offload(self._host, self._order if config.prefetch else None)
         parts: dict[Kind, Runner] = {}
         if offload is not None and config.offload_attention:
-            parts["attention"] = offload.run
+            parts["attention"] = partial(offload.run, "attention")
         gap = partial(_with_parts, parts) if parts else plainly
         if config.keep:
-            contexts = (*contexts, lambda: Kept(config.keep, compiled).contexts())
+            contexts = (*contexts, lambda: Kept(config.keep).contexts())
         covered: Runner = Recompute(contexts, offload if config.inputs_on_cpu else None)
         if config.feed_forward_only:
             recompute = partial(_counted, covered)

@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .backends import plainly
+from .backends import lora_scale, plainly
 from .forwards import Forwards
 from .gates import FLAG, Gates
 from .intercept import DOOR, intercept, original_call, release
@@ -123,7 +123,8 @@ class Door:
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
             "every block runs as one that is covered, by itself",
         )
-        runners = self.backend.begin()
+        contexts = (lora_scale(block),) if isinstance(block, Module) else ()
+        runners = self.backend.begin(contexts)
         result = runners.covered(original_call(block), *args, **kwargs)
         if runners.offload is not None:
             runners.offload.settle()

@@ -65,9 +65,7 @@ class Forwards:
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
         shape = call_shape(arguments, module.training)
         contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
-        # Only what is kept needs to know, and this is a walk over the whole model.
-        compiled = bool(self.config.keep) and any(map(is_compiled, module.modules()))
-        runners = self.backend.begin(contexts, compiled)
+        runners = self.backend.begin(contexts)
         runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval
@@ -157,7 +155,7 @@ class Forwards:
         self._proven[key] = Proof.of(planned.schedule, boundaries)
 
     def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
-        compiled = any(map(is_compiled, run.stack.blocks))
+        compiled = [index for index, block in enumerate(run.stack.blocks) if is_compiled(block)]
         moves = self.backend.moves
         for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
             self.messages.warn(f"{run.stack.path}: {shortfall}")

@@ -20,7 +20,7 @@ from .forwards import Forwards
 from .gates import FUNCTION, Gates
 from .intercept import DOOR
 from .messages import logger
-from .native import Settled, blocks_only, is_native, restore, settle
+from .native import Settled, heard, is_native, restore, settle
 from .parts import Kind
 from .planning import make_report, problems
 from .registry import FamilyRegistry
@@ -93,7 +93,7 @@ def apply(
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
     _refuse_shared(base, stacks)
-    planned = blocks_only(settings) if is_native(base) else settings
+    planned = heard(settings, base) if is_native(base) else settings
     report = make_report(planned, described, stacks, left_out)
     findings = [*settings.findings, *_problems(base, settings, described, report)]
     errors = [finding for finding in findings if finding.severity == "error"]

@@ -40,9 +40,8 @@ _DROPOUT = ("dropout", "dropout_p", "p_dropout", "p")  # arguments of such opera
 class Kept:
     """The policy for one checkpoint call, and where the forward is inside it."""
 
-    def __init__(self, kinds: Collection[str], compiled: bool):
+    def __init__(self, kinds: Collection[str]):
         self.kinds = kinds
-        self.compiled = compiled  # whether there is compiled code in the model
         self.depth = 0  # of feed-forwards that run just now
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -51,14 +50,16 @@ class Kept:
         What is kept serves one backward; another one recomputes it like everything else.
         """
         forward, recompute = create_selective_checkpoint_contexts(self)
-        recompute = Once(recompute)
-        if self.compiled:
-            forward = Together(forward, HandOutCopies())
-        if "ffn" not in self.kinds:
-            return forward, recompute
-        # In the recompute as well: older versions of torch ask the policy there, too.
-        parts = partial(treated, {"feed_forward": self._feed_forward})
-        return Together(forward, parts()), Together(recompute, Anew(parts))
+        outside: list[AbstractContextManager[Any]] = [forward]
+        again: list[AbstractContextManager[Any]] = [Once(recompute)]
+        if "attention" in self.kinds:
+            outside.append(HandOutCopies())
+        if "ffn" in self.kinds:
+            # In the recompute as well: older versions of torch ask the policy there, too.
+            parts = partial(treated, {"feed_forward": self._feed_forward})
+            outside.append(parts())
+            again.append(Anew(parts))
+        return Together(*outside), Together(*again)
 
     def __call__(
         self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
@@ -80,11 +81,14 @@ class Kept:
 
 
 class HandOutCopies(TorchDispatchMode):
-    """Gives the caller of an attention operator a copy of its output.
+    """Gives compiled code copies of what its attention operators return.
 
-    Compiled code uses the memory of an output again, unseen, when its own backward does not need
-    it. What is kept must be another piece of memory, then.
+    It uses the memory of an output again, unseen, when its own backward does not need it. What is
+    kept must be another piece of memory, then. Whatever was compiled, and how, it runs as one
+    function for autograd, and so without grad mode.
     """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -92,7 +96,7 @@ class HandOutCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not is_attention(func):
+        if torch.is_grad_enabled() or not is_attention(func):
             return result
         return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 

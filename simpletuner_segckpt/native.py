@@ -65,10 +65,16 @@ def is_native(model: Module) -> bool:
     return any(hasattr(model, setter) for _, setter in SETTERS.values())
 
 
-def blocks_only(settings: Settings) -> Settings:
-    """``settings`` without the keys whose effect inside the blocks only such a class knows."""
-    blocks = {"backend": "torch", "keep": (), "offload_attention": False, "prefetch": False}
-    return replace(settings, checkpointing=settings.checkpointing.model_copy(update=blocks))
+def heard(settings: Settings, model: Module) -> Settings:
+    """``settings`` without the keys that the class of ``model`` does not take.
+
+    And without those of which only the class knows what they do inside the blocks.
+    """
+    default = CheckpointingConfig()
+    unknown = [field for field, setter in SETTERS.values() if not hasattr(model, setter)]
+    unknown += ["keep_last", "keep", "backend", "offload_attention", "prefetch"]
+    update = {field: getattr(default, field) for field in unknown}
+    return replace(settings, checkpointing=settings.checkpointing.model_copy(update=update))
 
 
 def settle(
@@ -105,6 +111,7 @@ def settle(
             remarks.append(f"{key}: the class has no setter for it; the trainer itself reads it")
     remarks += _known_differences(config, family)
     whole = family is None or family.native is None or family.native.segments == "whole-block"
+    whole = whole and not config.feed_forward_only
     stacks = tuple(
         replace(
             stack,

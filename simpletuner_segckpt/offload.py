@@ -151,13 +151,21 @@ class Offload:
         self._written: torch.Size | None = None
         self._in_use: int | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``function``; what its operations save for backward goes to CPU memory."""
+    def run(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function``; what its operations save for backward goes to CPU memory.
+
+        ``what`` that is, ``attention`` or ``inputs``, is for the tally.
+        """
         group = len(self._groups)
         self._groups.append(weakref.WeakSet())
 
         def pack(tensor: Tensor) -> Tensor | View:
-            return self._store(tensor, group) if self.host.movable(tensor) else tensor
+            if not self.host.movable(tensor):
+                return tensor
+            counting = tally()
+            if counting is not None:
+                counting.offloaded[what] += 1
+            return self._store(tensor, group)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             return function(*args, **kwargs)
@@ -202,9 +210,6 @@ class Offload:
                 self._written = self.let_go(MOST_LEAVING) or self._written
             stored.views += 1
             self._groups[group].add(stored)
-            counting = tally()
-            if counting is not None:
-                counting.offloaded += 1
             offset = int(tensor.storage_offset())
             return View(stored, tensor.dtype, tensor.size(), tensor.stride(), offset, group)
 

@@ -173,7 +173,7 @@ def problems(
         lacking = [stack.path for stack in stacks if not getattr(stack, need.part)]
         having = len(stacks) - len(lacking)
         if not having:
-            because = f"{name} has no {need.called} of its own"
+            because = f"no block of {name} has its own {need.called}"
             if family is None:
                 because = f"no family describes {name}"
             message = f"{need.says}, but {because}; {need.instead}"

@@ -4,7 +4,7 @@ Plain records without torch, shared by ``validate`` (before a model exists) and 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -136,12 +136,13 @@ class Tally:
 
     feed_forwards: calls of feed-forwards that are recomputed by themselves.
     kept: outputs that a recompute takes from memory, by operator (``attention``, ``ffn``).
-    offloaded: tensors that wait for backward in CPU memory.
+    offloaded: tensors that wait for backward in CPU memory, by what saved them: an ``attention``,
+        or a checkpoint call its ``inputs``.
     """
 
     feed_forwards: int = 0
     kept: Counter[str] = field(default_factory=Counter)
-    offloaded: int = 0
+    offloaded: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class StackEffect:
     @property
     def offloaded(self) -> int:
         """Tensors that wait for backward in CPU memory."""
-        return sum(span.tally.offloaded for span in self.spans)
+        return sum(span.tally.offloaded.total() for span in self.spans)
 
     def lines(self) -> list[str]:
         reason = f" ({self.reason})" if self.reason else ""
@@ -235,40 +236,51 @@ class Effect:
 
 
 def shortfalls(
-    planned: StackReport, effect: StackEffect, *, compiled: bool = False, moves: bool = False
+    planned: StackReport,
+    effect: StackEffect,
+    *,
+    compiled: Collection[int] = (),
+    moves: bool = False,
 ) -> Iterator[str]:
     """What was planned for the inside of the blocks and did not happen in a forward, and why.
 
-    compiled: whether any block is, which hides what it does.
+    compiled: the blocks that are, which hides what they do.
     moves: whether there is an accelerator to move tensors from.
     """
 
-    def blocks(spans: Iterable[Span]) -> str:
+    def named(spans: Iterable[Span]) -> str:
         return "blocks " + " ".join(str(block) for span in spans for block in span.blocks)
+
+    def hidden(spans: Iterable[Span]) -> bool:
+        return all(block in compiled for span in spans for block in span.blocks)
 
     covered = [span for span in effect.spans if span.recomputed]
     for kind in planned.kept:
         without = [span for span in covered if not span.tally.kept[kind]]
-        if planned.path == UNITS and len(without) < len(covered):
+        if not without or (planned.path == UNITS and len(without) < len(covered)):
             continue  # most units have no attention
-        if compiled:
-            why = "compiled blocks hide their operators"
-        elif kind == "attention":
+        if kind == "attention":
             why = "they ran no fused attention operator that can be skipped in the recompute"
+        elif hidden(without):
+            why = "compiled blocks hide their operators"
         else:
-            why = "no projection of their feed-forward comes down from a greater width"
-        if without:
-            yield f"keep: nothing of {kind} is kept in {blocks(without)}: {why}"
-    without = [span for span in covered if not span.tally.feed_forwards]
-    if planned.feed_forward and without and not compiled:
-        names = ", ".join(planned.feed_forward)
-        yield f"{blocks(without)} did not call {names}, so nothing of them is recomputed"
-    without = [
-        s for s in effect.spans if s.blocks[0] in planned.offloaded and not s.tally.offloaded
-    ]
-    if moves and without:
-        why = "compiled blocks hide it" if compiled else "it saved nothing on the accelerator"
-        yield f"nothing of attention is in CPU memory, {blocks(without)}: {why}"
-    if moves and planned.inputs_on_cpu and not any(span.tally.offloaded for span in covered):
-        why = "compiled blocks hide it" if compiled else "it is not on the accelerator"
+            why = "they ran no projection of a feed-forward that comes down from a greater width"
+        yield f"keep: nothing of {kind} is kept in {named(without)}: {why}"
+    if planned.feed_forward:
+        without = [span for span in covered if not span.tally.feed_forwards]
+        if without and not hidden(without):
+            parts = ", ".join(planned.feed_forward)
+            yield f"{named(without)} did not call {parts}, so nothing of them is recomputed"
+        covered = [span for span in covered if span.tally.feed_forwards or hidden([span])]
+    if not moves:
+        return
+    in_cpu_memory = [span for span in effect.spans if span.blocks[0] in planned.offloaded]
+    without = [span for span in in_cpu_memory if not span.tally.offloaded["attention"]]
+    if without:
+        why = "compiled blocks hide it" if hidden(without) else "it saved nothing that can be moved"
+        yield f"nothing of attention is in CPU memory, {named(without)}: {why}"
+    entered = any(span.tally.offloaded["inputs"] for span in covered)
+    if planned.inputs_on_cpu and covered and not entered:
+        inside = planned.feed_forward and hidden(covered)
+        why = "compiled blocks hide it" if inside else "none of it can be moved"
         yield f"nothing that enters a checkpoint call is in CPU memory: {why}"

@@ -214,8 +214,8 @@ def test_a_family_without_a_feed_forward_is_refused(tmp_path, name, backend):
     whole = backend.removesuffix("-ffn")
     title = family(name).title
     message = (
-        rf"config\.json:2:2: SEG402 error: `{BACKEND}` is {backend}, but {title} has no "
-        rf"feed-forward of its own; write {whole}$"
+        rf"config\.json:2:2: SEG402 error: `{BACKEND}` is {backend}, but no block of {title} has "
+        rf"its own feed-forward; write {whole}$"
     )
     with pytest.raises(simpletuner_segckpt.ConfigError, match=message):
         simpletuner_segckpt.apply(model, path)
@@ -240,9 +240,15 @@ def test_a_model_that_nobody_described_has_no_parts(config, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FFN, "SEG402 error: .* is torch-ffn, but SDXL has no feed-forward of its own; write"),
-        ({KEEP: "ffn"}, "SEG402 error: .* names ffn, but SDXL has no feed-forward of its own"),
-        ({OFFLOAD: True, **keys(1, 2)}, "SEG402 error: .* but SDXL has no attention of its own"),
+        (FFN, "is torch-ffn, but no block of SDXL has its own feed-forward;"),
+        (
+            {KEEP: "ffn"},
+            "names ffn, but no block of SDXL has its own feed-forward; leave",
+        ),
+        (
+            {OFFLOAD: True, **keys(1, 2)},
+            "is true, but no block of SDXL has its own attention; write",
+        ),
     ],
 )
 def test_a_model_that_has_none_of_the_stacks_with_parts(config, message):
@@ -382,7 +388,7 @@ def test_kernels_and_autocast(kernel, autocast):
 def test_flex_attention_is_kept():
     """Its operator of a higher order, which torch can run on a CPU, though not differentiate."""
     q, other = torch.randn(2, 1, 2, 16, 8)
-    forward, again = keep.Kept(["attention"], compiled=False).contexts()
+    forward, again = keep.Kept(["attention"]).contexts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is slow without a compiler, and says so
         with forward, tallying() as tally:
@@ -591,6 +597,29 @@ def test_parts_that_change_after_a_step(how, config):
     torch._dynamo.reset()
 
 
+def test_what_is_said_of_blocks_that_differ(caplog):
+    """Only some are compiled, or do not call their feed-forward."""
+    model, inputs = model_and_inputs("wan")
+
+    class Identity(nn.Module):
+        def forward(self, x):
+            return x
+
+    model.blocks[2].ffn = nn.Sequential(Identity())
+    model.blocks[0].compile(backend="eager")
+    simpletuner_segckpt.apply(model, {KEEP: ["attention", "ffn"]})
+    with sdpa_kernel(SDPBackend.MATH):
+        step(model, inputs)
+    said = [r.message for r in caplog.records if r.name == "simpletuner_segckpt"]
+    assert said == [
+        "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
+        "attention operator that can be skipped in the recompute",
+        "blocks: keep: nothing of ffn is kept in blocks 0 2: they ran no projection of a "
+        "feed-forward that comes down from a greater width",
+    ]
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("config", [{}, {KEEP: ["attention", "ffn"]}, FFN], ids=str)
 def test_a_lora_scale_in_the_recompute(config):
     model, inputs = model_and_inputs("flux")
@@ -601,6 +630,7 @@ def test_a_lora_scale_in_the_recompute(config):
     for _ in range(2):
         assert step(model, inputs) == expected
     assert sum(stack.feed_forwards for stack in installation.effect.stacks) == (config is FFN) * 10
+    assert step(model, inputs, run=model.forward) == expected  # past the hooks
 
 
 @pytest.mark.parametrize(
@@ -829,8 +859,10 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
     ]
 
 
+@pytest.mark.parametrize("past_the_hooks", [False, True], ids=["", "past the hooks"])
+@pytest.mark.parametrize("how", ["blocks", "their forwards", "their attentions"])
 @pytest.mark.parametrize("config", [{}, keys(2)], ids=["layer", "interval 2"])
-def test_memory_that_compiled_code_uses_again(config):
+def test_memory_that_compiled_code_uses_again(config, how, past_the_hooks):
     """Where backward needs nothing of an attention, inductor writes over its output unseen."""
     torch._dynamo.reset()
 
@@ -861,15 +893,21 @@ def test_memory_that_compiled_code_uses_again(config):
         block.ffn.requires_grad_(True)
     expected = step(model, inputs)
     installation = simpletuner_segckpt.apply(model, {**config, KEEP: "attention"})
-    model.compile_repeated_blocks(
-        backend=aot_autograd(
-            fw_compiler=compile_one, partition_fn=min_cut_rematerialization_partition
-        ),
-        fullgraph=True,
+    backend = aot_autograd(
+        fw_compiler=compile_one, partition_fn=min_cut_rematerialization_partition
     )
+    if how == "blocks":
+        model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    for block in model.blocks:
+        if how == "their forwards":
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        elif how == "their attentions":
+            block.attn1.processor = torch.compile(block.attn1.processor, backend=backend)
     for _ in range(2):
-        assert close(step(model, inputs), expected)
-    assert installation.effect["blocks"].kept == {"attention": 10}
+        run = model.forward if past_the_hooks else None
+        assert close(step(model, inputs, run=run), expected)
+    if not past_the_hooks:
+        assert installation.effect["blocks"].kept == {"attention": 10}
     torch._dynamo.reset()
 
 

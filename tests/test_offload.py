@@ -60,7 +60,7 @@ def round_trip(accelerator, *tensors):
     x = torch.ones(3, requires_grad=True)
     back: list[torch.Tensor] = []
     moving = Offload(host(accelerator))
-    y = moving.run(Saves.apply, x, back, *tensors)
+    y = moving.run("inputs", Saves.apply, x, back, *tensors)
     moving.settle()
     y.sum().backward()
     return back
@@ -111,10 +111,10 @@ def test_a_storage_that_was_written_since_is_moved_again(accelerator):
     back: list[torch.Tensor] = []
     state = torch.zeros(400)
     moving = Offload(host(accelerator))
-    first = moving.run(Saves.apply, x, back, state)
+    first = moving.run("inputs", Saves.apply, x, back, state)
     moving.settle()
     state += 1
-    second = moving.run(Saves.apply, first, back, state)
+    second = moving.run("inputs", Saves.apply, first, back, state)
     moving.settle()
     second.sum().backward()
     assert [tensor.mean().item() for tensor in back] == [1.0, 0.0]
@@ -124,7 +124,7 @@ def test_a_storage_that_was_written_since_is_moved_again(accelerator):
 def test_a_write_into_a_storage_that_is_being_moved_is_an_error(accelerator):
     state = torch.zeros(400)
     moving = Offload(host(accelerator))
-    moving.run(Saves.apply, torch.ones(3, requires_grad=True), [], state)
+    moving.run("inputs", Saves.apply, torch.ones(3, requires_grad=True), [], state)
     state += 1
     with pytest.raises(RuntimeError, match=r"shape \(400,\) that backward needs was written"):
         moving.settle()
@@ -134,7 +134,7 @@ def test_parameters_and_their_views_stay(accelerator):
     layer = torch.nn.Linear(64, 64)
     x = torch.randn(2, 64, requires_grad=True)
     moving = Offload(host(accelerator))
-    y = moving.run(layer, x)
+    y = moving.run("inputs", layer, x)
     assert accelerator.stored == 1  # x; the weight is saved as a transposed view
     y.sum().backward()
 
@@ -143,7 +143,7 @@ def test_only_a_few_tensors_wait_for_their_copies(accelerator):
     x = torch.ones(3, requires_grad=True)
     moving = Offload(host(accelerator))
     for _ in range(MOST_LEAVING + 3):
-        x = moving.run(Saves.apply, x, [], torch.randn(300))
+        x = moving.run("inputs", Saves.apply, x, [], torch.randn(300))
         assert len(moving._leaving) <= MOST_LEAVING
     done = accelerator.streams[0].done
     moving.settle()
@@ -161,10 +161,10 @@ def test_tensors_that_stay_where_they_are(accelerator, monkeypatch):
     x = torch.ones(3, requires_grad=True)
     moving = Offload(host(accelerator))
     for bytes_of_it, moved in ((1023, 0), (1024, 1)):
-        x = moving.run(Saves.apply, x, [], torch.zeros(bytes_of_it, dtype=torch.uint8))
+        x = moving.run("inputs", Saves.apply, x, [], torch.zeros(bytes_of_it, dtype=torch.uint8))
         assert accelerator.stored == moved
-    moving.run(Saves.apply, x, [], torch.zeros(2000).as_subclass(Special))
-    moving.run(Saves.apply, x, [], torch.zeros(2000).to_sparse())
+    moving.run("inputs", Saves.apply, x, [], torch.zeros(2000).as_subclass(Special))
+    moving.run("inputs", Saves.apply, x, [], torch.zeros(2000).to_sparse())
     assert accelerator.stored == 1
 
 
@@ -310,7 +310,7 @@ def test_only_attention_of_blocks_that_keep_it_is_moved(accelerator):
     for _ in range(2):
         step(model, inputs)
         spans = installation.effect["blocks"].spans
-        assert {b: s.tally.offloaded > 0 for s in spans for b in s.blocks} == {
+        assert {b: s.tally.offloaded["attention"] > 0 for s in spans for b in s.blocks} == {
             0: False,
             1: False,
             2: True,
@@ -416,10 +416,25 @@ def test_a_model_that_is_not_on_the_accelerator(accelerator, caplog):
     simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(1, 2), **OFFLOAD})
     step(model, inputs)
     assert [record.message for record in caplog.records] == [
-        "blocks: nothing of attention is in CPU memory, blocks 1 3: it saved nothing on the "
-        "accelerator",
-        "blocks: nothing that enters a checkpoint call is in CPU memory: it is not on the "
-        "accelerator",
+        "blocks: nothing of attention is in CPU memory, blocks 1 3: it saved nothing that can be "
+        "moved",
+        "blocks: nothing that enters a checkpoint call is in CPU memory: none of it can be moved",
+    ]
+
+
+def test_what_attention_saves_is_told_from_what_feed_forwards_are_given(accelerator, caplog):
+    model, inputs = model_and_inputs("wan")
+    model.requires_grad_(False)
+    for block in model.blocks[:2]:
+        block.ffn.requires_grad_(True)
+    model.blocks[2:].requires_grad_(True)
+    installation = simpletuner_segckpt.apply(model, {BACKEND: "unsloth-ffn", **OFFLOAD})
+    step(model, inputs)
+    first = installation.effect["blocks"].spans[0].tally
+    assert first.offloaded == {"inputs": 1}
+    assert [record.message for record in caplog.records] == [
+        "blocks: nothing of attention is in CPU memory, blocks 0: it saved nothing that can be "
+        "moved"
     ]
 
 

@@ -284,6 +284,43 @@ def test_a_native_class_without_a_setter_for_an_option():
     report = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family()).report
     [remark] = report.remarks
     assert remark.startswith("gradient_checkpointing_segment_stride: the class has no setter")
+    assert str(report.stacks[0].schedule) == "[0 1] [2 3] [4 5]"  # as if there were no stride
+
+
+def test_a_native_report_promises_nothing_that_only_the_class_knows():
+    class TakesBackends(Native):
+        def set_gradient_checkpointing_backend(self, value):
+            self.backend = value
+
+        def set_gradient_checkpointing_offload_attention(self, value):
+            self.offload = value
+
+    more = {
+        "gradient_checkpointing_keep": "attention",
+        "gradient_checkpointing_backend": "unsloth",
+        "gradient_checkpointing_offload_attention": True,
+        "gradient_checkpointing_offload_prefetch": True,
+        "gradient_checkpointing_offload_pin_memory_max_buckets": 3,
+    }
+    model, _ = toy(TakesBackends)
+    facts = native_family(backends=("torch", "unsloth", "torch-ffn"), attention_offload=True)
+    report = simpletuner_segckpt.apply(model, keys(2, 4, 1) | more, family=facts).report
+    assert (model.backend, model.offload) == ("unsloth", True)
+    assert report.lines()[1:] == [
+        "blocks: 6 blocks, native",
+        "  [0 1] 2 3 [4 5]",
+        "  4 recomputed in 2 checkpoint calls, 2 kept",
+        "remark: gradient_checkpointing_keep: the class knows no such key and ignores it",
+        "remark: gradient_checkpointing_keep_last: the class knows no such key and ignores it",
+        "remark: gradient_checkpointing_offload_pin_memory_max_buckets: the class has no setter for "
+        "it; the trainer itself reads it",
+        "remark: gradient_checkpointing_offload_prefetch: the class has no setter for it; the "
+        "trainer itself reads it",
+    ]
+    config = keys(2) | {"gradient_checkpointing_backend": "torch-ffn"}
+    [stack] = simpletuner_segckpt.apply(model, config, family=facts).report.stacks
+    assert model.backend == "torch-ffn"
+    assert (stack.segments, stack.reason) == ((), "a schedule of the class's own")
 
 
 def test_removing_a_native_schedule_touches_nothing_else():

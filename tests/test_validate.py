@@ -107,19 +107,22 @@ OFFLOAD = "gradient_checkpointing_offload_attention"
         (
             {"model_family": "prx", BACKEND: "unsloth-ffn"},
             [
-                f"config.json:1:25: SEG402 error: `{BACKEND}` is unsloth-ffn, but PRX has no "
-                "feed-forward of its own; write unsloth"
+                f"config.json:1:25: SEG402 error: `{BACKEND}` is unsloth-ffn, but no block "
+                "of PRX has its own feed-forward; write unsloth"
             ],
             1,
         ),
         (
             {"model_family": "sd1x", "gradient_checkpointing_keep": ["attention", "ffn"]},
-            ["but Stable Diffusion 1.x has no feed-forward of its own; write attention"],
+            ["but no block of Stable Diffusion 1.x has its own feed-forward; write attention"],
             1,
         ),
         (
             {"model_family": "moss_image", OFFLOAD: True},
-            [f"SEG402 error: `{OFFLOAD}` is true, but MOSS-Image has no attention of its own"],
+            [
+                f"SEG402 error: `{OFFLOAD}` is true, but no block of MOSS-Image has its own "
+                "attention; write false"
+            ],
             1,
         ),
         (
