@@ -312,8 +312,8 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
         "  4 recomputed in 2 checkpoint calls, 2 kept",
         "remark: gradient_checkpointing_keep: the class knows no such key and ignores it",
         "remark: gradient_checkpointing_keep_last: the class knows no such key and ignores it",
-        "remark: gradient_checkpointing_offload_pin_memory_max_buckets: the class has no setter for "
-        "it; the trainer itself reads it",
+        "remark: gradient_checkpointing_offload_pin_memory_max_buckets: the class has no setter "
+        "for it; the trainer itself reads it",
         "remark: gradient_checkpointing_offload_prefetch: the class has no setter for it; the "
         "trainer itself reads it",
     ]
