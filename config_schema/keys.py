@@ -158,7 +158,7 @@ class CheckpointingConfig(_Keys):
         title="Pinned buckets",
     )
     prefetch: Annotated[
-        bool, *_boolean("Bring offloaded tensors back early. Needs the attention offload.")
+        bool, *_boolean("Bring offloaded tensors back early. Needs something that is offloaded.")
     ] = Field(False, alias="gradient_checkpointing_offload_prefetch", title="Offload prefetch")
     keep: Annotated[
         tuple[Kept, ...],
@@ -207,11 +207,11 @@ class CheckpointingConfig(_Keys):
                 "would overlap; write {interval} or more, or leave it out",
                 {"stride": self.stride, "interval": self.interval},
             )
-        if self.enabled and self.prefetch and not self.offload_attention:
+        if self.enabled and self.prefetch and not (self.offload_attention or self.inputs_on_cpu):
             raise PydanticCustomError(
                 "prefetch-without-offload",
-                "is true but gradient_checkpointing_offload_attention is not; set that to true "
-                "or leave prefetch out",
+                "is true but nothing is offloaded; set gradient_checkpointing_offload_attention to "
+                "true, write an unsloth backend, or leave prefetch out",
             )
         if self.enabled and self.keep and self.feed_forward_only:
             raise PydanticCustomError(

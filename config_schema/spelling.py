@@ -9,7 +9,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, LiteralString
 
 from pydantic_core import PydanticCustomError
 
@@ -134,7 +134,9 @@ def one_of(choices: Iterable[str]) -> Callable[[Any], str | None]:
     known = tuple(choices)
 
     def parse(value: Any) -> str | None:
-        return None if is_unset(value) else _choice(value, known)
+        return (
+            None if is_unset(value) else _choice(value, known, "is {found}; write one of {choices}")
+        )
 
     return parse
 
@@ -147,17 +149,18 @@ def some_of(choices: Iterable[str]) -> Callable[[Any], tuple[str, ...] | None]:
         if is_unset(value):
             return None
         items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(dict.fromkeys(_choice(item, known) for item in items))
+        message = "holds {found}; write a list of one or more out of {choices}"
+        return tuple(dict.fromkeys(_choice(item, known, message) for item in items))
 
     return parse
 
 
-def _choice(value: Any, known: tuple[str, ...]) -> str:
+def _choice(value: Any, known: tuple[str, ...], message: LiteralString) -> str:
     word = value.strip().lower().replace("_", "-") if isinstance(value, str) else value
     if not isinstance(word, str) or word not in known:
         raise PydanticCustomError(
             "unknown-choice",
-            "is {found}; write one of {choices}",
+            message,
             {"found": describe(value), "choices": ", ".join(known)},
         )
     return word

@@ -22,11 +22,12 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from .backends import lora_scale, plainly
+from .backends import plainly
 from .forwards import Forwards
 from .gates import FLAG, Gates
 from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
+from .lora import lora_scale
 from .parts import Kind, Part, Runner, intercept_parts
 from .report import Condition, Effect
 from .segments import Forward

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch.nn import Module
 
-from .backends import Backend, Runners, has_lora_scale, lora_scale
+from .backends import Backend, Runners
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
 from .hooks import model_conditions
 from .links import inside_checkpoint
+from .lora import has_lora_scale, lora_scale
 from .messages import Messages
 from .recording import RecordingRun
 from .report import UNITS, Condition, StackReport, shortfalls

@@ -101,6 +101,8 @@ def apply(
         raise ConfigError(errors)
     for finding in findings:
         logger.warning("%s", finding)
+    if Accelerator.current() is None:
+        report = report.without_moves()
     remove(base)
     owner: Door | Settled
     if is_native(base):
@@ -208,10 +210,9 @@ def _problems(
     if is_native(base):
         return []
     config = settings.checkpointing
-    name = family.title if family else type(base).__name__
-    found = list(problems(settings, family, name, report))
-    offloads = config.enabled and (config.inputs_on_cpu or config.offload_attention)
-    if offloads and Accelerator.current() is None:
+    found = list(problems(settings, family, type(base).__name__, report))
+    moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)
+    if moves and Accelerator.current() is None:
         key = "backend" if config.inputs_on_cpu else "offload_attention"
         message = "moves nothing: there is no accelerator, so everything is in CPU memory already"
         key = f"gradient_checkpointing_{key}"

@@ -173,10 +173,12 @@ def problems(
         lacking = [stack.path for stack in stacks if not getattr(stack, need.part)]
         having = len(stacks) - len(lacking)
         if not having:
-            because = f"no block of {name} has its own {need.called}"
+            because = f"no {need.called} is known in the blocks of {name}"
+            instead = need.instead
             if family is None:
                 because = f"no family describes {name}"
-            message = f"{need.says}, but {because}; {need.instead}"
+                instead += ", or a family file (segckpt probe begins one)"
+            message = f"{need.says}, but {because}; {instead}"
             yield settings.finding("unsupported-option", message, need.key)
         elif lacking:
             where = f"the blocks of {', '.join(lacking)} have no {need.called} of their own"

@@ -5,7 +5,7 @@ Plain records without torch, shared by ``validate`` (before a model exists) and 
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .schedule import Schedule
@@ -80,11 +80,11 @@ class StackReport:
             out = [
                 f"{self.path}: {self.blocks} blocks, {self.strategy}{because}",
                 f"  {self.schedule}",
-                f"  {self._counts()}, {len(self.gap)} kept",
+                f"  {self._counts()}, {len(self.gap)} run normally",
             ]
         if self.kept:
             kept = " and ".join(self.kept)
-            out.append(f"  of the recomputed blocks the outputs of {kept} are kept")
+            out.append(f"  their outputs of {kept} stay in memory and are not recomputed")
         if self.inputs_on_cpu:
             out.append("  the inputs of each checkpoint call wait in CPU memory")
         if self.offloaded:
@@ -97,7 +97,7 @@ class StackReport:
     def _counts(self) -> str:
         if self.feed_forward:
             names = ", ".join(self.feed_forward)
-            return f"the feed-forward ({names}) of {len(self.covered)} recomputed"
+            return f"feed-forwards ({names}) of {len(self.covered)} blocks recomputed"
         return f"{len(self.covered)} recomputed in {len(self.segments)} checkpoint calls"
 
 
@@ -117,6 +117,11 @@ class Report:
         found = {stack.strategy for stack in self.stacks}
         order: tuple[Strategy, ...] = ("native", "segmented", "per-block")
         return next((strategy for strategy in order if strategy in found), "off")
+
+    def without_moves(self) -> "Report":
+        """The report where everything is in CPU memory anyway, so that nothing is moved there."""
+        stacks = (replace(stack, inputs_on_cpu=False, offloaded=()) for stack in self.stacks)
+        return replace(self, stacks=tuple(stacks))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -260,7 +265,7 @@ def shortfalls(
         if not without or (planned.path == UNITS and len(without) < len(covered)):
             continue  # most units have no attention
         if kind == "attention":
-            why = "they ran no fused attention operator that can be skipped in the recompute"
+            why = "they ran no fused attention without dropout, which alone can be kept"
         elif hidden(without):
             why = "compiled blocks hide their operators"
         else:

@@ -89,6 +89,8 @@ class StackRun:
         self.spans: list[Span] = []
         self.cached = False  # whether blocks ran plainly for the sake of a KV cache
         self.segment_of = {block: s for s in stack.schedule.segments for block in s}
+        if not self.segment_of:
+            self.strategy = "off"
 
     def step(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Answer the loop's call of block ``index``."""

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from .config_schema import (
     CHECKPOINTING_KEYS,
+    PREFIX,
     TRAINER_KEYS,
     CheckpointingConfig,
     TrainerKeys,
@@ -25,6 +26,9 @@ from .findings import Finding, Severity
 ConfigSource = str | Path | Mapping[str, Any] | argparse.Namespace | CheckpointingConfig
 
 Keys = TypeVar("Keys", bound=BaseModel)
+
+# Rests of our keys that a trainer may well have as keys of its own.
+_COMMON_WORDS = ("backend", "interval")
 
 # The key that a finding about a pair of keys belongs to.
 _PAIR_KEYS = {
@@ -111,6 +115,9 @@ def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
                 message = f"is also given as `{other}`; leave one of the two out"
                 findings.append(file.finding("two-spellings", message, key))
             values[plain] = value
+        elif f"{PREFIX}_{plain}" in CHECKPOINTING_KEYS and plain not in _COMMON_WORDS:
+            message = f"is not read; did you mean `{PREFIX}_{plain}`?"
+            findings.append(file.finding("no-effect", message, key, "warning"))
         elif near := _meant(key):
             message = f"is not a key; did you mean `{near}`?"
             findings.append(file.finding("unknown-key", message, key))
@@ -126,6 +133,10 @@ def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
 def _meant(key: str) -> str | None:
     """The key of ours that ``key`` is a misspelling of, if it looks like one."""
     similar = key.strip().lstrip("-").replace("-", "_").lower()
+    begun = [key for key in CHECKPOINTING_KEYS[1:] if similar.startswith(f"{key}_")]
+    begun += [key for key in CHECKPOINTING_KEYS[1:] if key.startswith(f"{similar}_")]
+    if begun and similar != CHECKPOINTING_KEYS[0]:
+        return begun[0]
     if similar.startswith("gradient_checkpoint"):
         cutoff = 0.0
     elif similar.startswith("grad"):

@@ -212,10 +212,9 @@ def test_a_family_without_a_feed_forward_is_refused(tmp_path, name, backend):
     path = tmp_path / "config.json"
     path.write_text(f'{{"model_family": "{name}",\n "{BACKEND}": "{backend}"}}')
     whole = backend.removesuffix("-ffn")
-    title = family(name).title
     message = (
-        rf"config\.json:2:2: SEG402 error: `{BACKEND}` is {backend}, but no block of {title} has "
-        rf"its own feed-forward; write {whole}$"
+        rf"config\.json:2:2: SEG402 error: `{BACKEND}` is {backend}, but no feed-forward is "
+        rf"known in the blocks of {type(model).__name__}; write {whole}$"
     )
     with pytest.raises(simpletuner_segckpt.ConfigError, match=message):
         simpletuner_segckpt.apply(model, path)
@@ -226,9 +225,9 @@ def test_a_family_without_a_feed_forward_is_refused(tmp_path, name, backend):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FFN, "is torch-ffn, but no family describes WithDoor; write torch"),
-        ({KEEP: "ffn"}, "names ffn, but no family describes WithDoor; leave it out"),
-        ({OFFLOAD: True}, "is true, but no family describes WithDoor; write false"),
+        (FFN, "is torch-ffn, but no family describes WithDoor; write torch, or a family file"),
+        ({KEEP: "ffn"}, "names ffn, but no family describes WithDoor; leave it out, or a family"),
+        ({OFFLOAD: True}, "is true, but no family describes WithDoor; write false, or a family"),
     ],
 )
 def test_a_model_that_nobody_described_has_no_parts(config, message):
@@ -240,14 +239,14 @@ def test_a_model_that_nobody_described_has_no_parts(config, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FFN, "is torch-ffn, but no block of SDXL has its own feed-forward;"),
+        (FFN, "is torch-ffn, but no feed-forward is known in the blocks of UNet2DCond"),
         (
             {KEEP: "ffn"},
-            "names ffn, but no block of SDXL has its own feed-forward; leave",
+            "names ffn, but no feed-forward is known in the blocks of UNet2DCond",
         ),
         (
             {OFFLOAD: True, **keys(1, 2)},
-            "is true, but no block of SDXL has its own attention; write",
+            "is true, but no attention is known in the blocks of UNet2DCond",
         ),
     ],
 )
@@ -349,7 +348,7 @@ def test_the_math_kernel_is_recomputed_and_that_is_said_once(caplog):
     assert not installation.effect["blocks"].kept
     assert [record.message for record in caplog.records] == [
         "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
-        "attention operator that can be skipped in the recompute"
+        "attention without dropout, which alone can be kept"
     ]
 
 
@@ -613,7 +612,7 @@ def test_what_is_said_of_blocks_that_differ(caplog):
     said = [r.message for r in caplog.records if r.name == "simpletuner_segckpt"]
     assert said == [
         "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
-        "attention operator that can be skipped in the recompute",
+        "attention without dropout, which alone can be kept",
         "blocks: keep: nothing of ffn is kept in blocks 0 2: they ran no projection of a "
         "feed-forward that comes down from a greater width",
     ]
@@ -710,32 +709,6 @@ def test_frozen_parts_are_not_recomputed():
 
 
 # What is said beforehand.
-
-
-def report_lines(name, config):
-    model, _ = model_and_inputs(name)
-    installation = simpletuner_segckpt.apply(model, config)
-    installation.remove()
-    return installation.report.lines()
-
-
-def test_the_report_says_what_happens_inside_the_blocks():
-    config = {**keys(2, 4), BACKEND: "unsloth", KEEP: ["attention", "ffn"], OFFLOAD: True}
-    assert report_lines("wan", config)[1:] == [
-        "blocks: 5 blocks, segmented",
-        "  [0 1] 2 3 [4]",
-        "  3 recomputed in 2 checkpoint calls, 2 kept",
-        "  of the recomputed blocks the outputs of attention and ffn are kept",
-        "  the inputs of each checkpoint call wait in CPU memory",
-        "  what attention saves waits in CPU memory: blocks 2 3",
-    ]
-    assert report_lines("wan", {BACKEND: "unsloth-ffn", OFFLOAD: True, **keys(1, 2)})[1:] == [
-        "blocks: 5 blocks, per-block (unsloth-ffn recomputes each feed-forward by itself)",
-        "  [0] 1 [2] 3 [4]",
-        "  the feed-forward (ffn) of 3 recomputed, 2 kept",
-        "  the inputs of each checkpoint call wait in CPU memory",
-        "  what attention saves waits in CPU memory: all blocks",
-    ]
 
 
 @pytest.mark.parametrize(

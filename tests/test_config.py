@@ -121,6 +121,8 @@ def test_backend():
         ("GRADIENT_CHECKPOINTING_INTERVAL", INTERVAL),
         ("---gradient_checkpointing", ON),
         ("gradient_checkpointing_stride", STRIDE),
+        ("gradient_checkpointing_keep_attention", KEEP),
+        ("gradient_checkpointing_offload", OFFLOAD),
         ("gradient_checkpointing_keeplast", KEEP_LAST),
         ("gradientcheckpointing_interval", INTERVAL),
         ("gradient_checkpoiting_interval", INTERVAL),

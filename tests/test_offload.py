@@ -597,3 +597,53 @@ def test_without_an_accelerator_it_is_said_once(caplog):
         "SEG304 warning: `gradient_checkpointing_backend` moves nothing: there is no accelerator, "
         "so everything is in CPU memory already"
     ]
+
+
+def report_lines(name, config):
+    model, _ = model_and_inputs(name)
+    installation = simpletuner_segckpt.apply(model, config)
+    installation.remove()
+    return installation.report.lines()
+
+
+def test_the_report_says_what_happens_inside_the_blocks(accelerator):
+    config = {
+        **keys(2, 4),
+        BACKEND: "unsloth",
+        "gradient_checkpointing_keep": ["attention", "ffn"],
+        **OFFLOAD,
+    }
+    assert report_lines("wan", config)[1:] == [
+        "blocks: 5 blocks, segmented",
+        "  [0 1] 2 3 [4]",
+        "  3 recomputed in 2 checkpoint calls, 2 run normally",
+        "  their outputs of attention and ffn stay in memory and are not recomputed",
+        "  the inputs of each checkpoint call wait in CPU memory",
+        "  what attention saves waits in CPU memory: blocks 2 3",
+    ]
+    assert report_lines("wan", {BACKEND: "unsloth-ffn", **OFFLOAD, **keys(1, 2)})[1:] == [
+        "blocks: 5 blocks, per-block (unsloth-ffn recomputes each feed-forward by itself)",
+        "  [0] 1 [2] 3 [4]",
+        "  feed-forwards (ffn) of 3 blocks recomputed, 2 run normally",
+        "  the inputs of each checkpoint call wait in CPU memory",
+        "  what attention saves waits in CPU memory: all blocks",
+    ]
+
+
+def test_the_report_promises_no_move_without_an_accelerator():
+    lines = report_lines("wan", {BACKEND: "unsloth", **keys(2, 4), **OFFLOAD})
+    assert lines[1:] == [
+        "blocks: 5 blocks, segmented",
+        "  [0 1] 2 3 [4]",
+        "  3 recomputed in 2 checkpoint calls, 2 run normally",
+    ]
+
+
+def test_prefetch_serves_inputs_too(accelerator):
+    model, inputs = model_and_inputs("wan")
+    expected = step(model, inputs)
+    config = {BACKEND: "unsloth", "gradient_checkpointing_offload_prefetch": True}
+    installation = simpletuner_segckpt.apply(model, config)
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation._owner.backend._order == {4: 3, 3: 2, 2: 1, 1: 0}

@@ -309,7 +309,7 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
     assert report.lines()[1:] == [
         "blocks: 6 blocks, native",
         "  [0 1] 2 3 [4 5]",
-        "  4 recomputed in 2 checkpoint calls, 2 kept",
+        "  4 recomputed in 2 checkpoint calls, 2 run normally",
         "remark: gradient_checkpointing_keep: the class knows no such key and ignores it",
         "remark: gradient_checkpointing_keep_last: the class knows no such key and ignores it",
         "remark: gradient_checkpointing_offload_pin_memory_max_buckets: the class has no setter "

@@ -105,23 +105,37 @@ OFFLOAD = "gradient_checkpointing_offload_attention"
     ("content", "findings", "code"),
     [
         (
+            {
+                "model_family": "wan",
+                "keep": ["attention"],
+                "--offload_prefetch": True,
+                "interval": 2,
+            },
+            [
+                "SEG304 warning: `keep` is not read; did you mean `gradient_checkpointing_keep`?",
+                "`--offload_prefetch` is not read; did you mean",
+                "0 errors, 2 warnings",
+            ],
+            0,
+        ),
+        (
             {"model_family": "prx", BACKEND: "unsloth-ffn"},
             [
-                f"config.json:1:25: SEG402 error: `{BACKEND}` is unsloth-ffn, but no block "
-                "of PRX has its own feed-forward; write unsloth"
+                f"config.json:1:25: SEG402 error: `{BACKEND}` is unsloth-ffn, but no "
+                "feed-forward is known in the blocks of PRX; write unsloth"
             ],
             1,
         ),
         (
             {"model_family": "sd1x", "gradient_checkpointing_keep": ["attention", "ffn"]},
-            ["but no block of Stable Diffusion 1.x has its own feed-forward; write attention"],
+            ["but no feed-forward is known in the blocks of Stable Diffusion 1.x; write attention"],
             1,
         ),
         (
             {"model_family": "moss_image", OFFLOAD: True},
             [
-                f"SEG402 error: `{OFFLOAD}` is true, but no block of MOSS-Image has its own "
-                "attention; write false"
+                f"SEG402 error: `{OFFLOAD}` is true, but no attention is known in the "
+                "blocks of MOSS-Image; write false"
             ],
             1,
         ),
@@ -132,7 +146,7 @@ OFFLOAD = "gradient_checkpointing_offload_attention"
                 "single_transformer_blocks have no feed-forward of their own and run normally",
                 "single_transformer_blocks: 38 blocks, none recomputed (its blocks have no "
                 "feed-forward of their own)",
-                "the feed-forward (ff, ff_context) of 19 recomputed, 0 kept",
+                "feed-forwards (ff, ff_context) of 19 blocks recomputed, 0 run normally",
             ],
             0,
         ),
@@ -228,7 +242,7 @@ def test_schedule_of_a_valid_config(validate):
     assert code == 0
     assert "transformer_blocks: 9 blocks, segmented" in out
     assert "[0 1] 2 3 [4 5] 6 7 8\n" in out
-    assert "4 recomputed in 2 checkpoint calls, 5 kept" in out
+    assert "4 recomputed in 2 checkpoint calls, 5 run normally" in out
     _, out = validate(config)
     assert "24 blocks, segmented" in out
     assert "published size medium" in out

@@ -159,7 +159,8 @@ def train(config_path: Path, output: Path, progress: Progress) -> Run:
 
 
 def table(runs: list[Run]) -> Table:
-    made = Table(title="Flux LoRA: one training run per schedule")
+    caption = "s / step: one run each, one after the other; on a busy machine it says nothing"
+    made = Table(title="Flux LoRA: one training run per schedule", caption=caption)
     for heading in ("schedule", "s / step", "kept MiB", "recomputed", "final loss"):
         made.add_column(heading, justify="left" if heading == "schedule" else "right")
     made.add_column(f"losses and adapter as in {runs[0].name}")
@@ -181,7 +182,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/flux_lora"))
     options = parser.parse_args()
     with Progress() as progress:
-        runs = [train(config, options.output, progress) for config in options.configs]
+        runs = []
+        for config in options.configs:
+            runs.append(train(config, options.output, progress))
+            if not progress.console.is_terminal:  # where no progress is shown
+                print(f"{runs[-1].name}: trained, final loss {runs[-1].losses[-1]:.6f}", flush=True)
     Console().print(table(runs))
     return 0 if all(run.identical(runs[0]) for run in runs) else 1
 
