@@ -23,18 +23,14 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def torch_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def torch_checkpoint(
+    options: dict[str, Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Call ``function`` now and again in backward, keeping only its arguments in between.
 
     Always the non-reentrant variant: it takes any argument, lets frozen parts be frozen and
-    recomputes nothing where nothing needs a gradient.
+    recomputes nothing where nothing needs a gradient. ``options`` are torch's own.
     """
-    return _torch_checkpoint({}, function, args, kwargs)
-
-
-def _torch_checkpoint(
-    options: dict[str, Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Any:
     if kwargs:
         # Passed on by position: tensors that checkpoint gets as such can be seen and moved by
         # saved-tensor hooks, and some of checkpoint's own parameters have plain names.
@@ -58,10 +54,10 @@ class Recompute:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options = {"context_fn": self._entered} if self.contexts else {}
         if self.offload is None:
-            return _torch_checkpoint(options, function, args, kwargs)
+            return torch_checkpoint(options, function, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
         call = partial(_unflattened, function, spec)
-        return self.offload.run("inputs", _torch_checkpoint, options, call, tuple(leaves), {})
+        return self.offload.run("inputs", torch_checkpoint, options, call, tuple(leaves), {})
 
     def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
@@ -114,7 +110,7 @@ class Backend:
     def in_graph(self, function: Runner, *args: Any, **kwargs: Any) -> Any:
         """Run what is to be recomputed in a graph that is being traced; nothing is moved there."""
         options = {"context_fn": in_graph(self.config.keep)} if self.config.keep else {}
-        return _torch_checkpoint(options, function, args, kwargs)
+        return torch_checkpoint(options, function, args, kwargs)
 
     def begin(self, contexts: tuple[Contexts, ...] = ()) -> Runners:
         """For a forward; ``contexts`` are entered around whatever is recomputed."""
