@@ -2,6 +2,7 @@
 
 from .keys import CHECKPOINTING_KEYS, PREFIX, TRAINER_KEYS, CheckpointingConfig, TrainerKeys
 from .spelling import describe, is_unset, switch, word
+from .training import TrainingKeys
 
 __all__ = [
     "CHECKPOINTING_KEYS",
@@ -9,6 +10,7 @@ __all__ = [
     "TRAINER_KEYS",
     "CheckpointingConfig",
     "TrainerKeys",
+    "TrainingKeys",
     "describe",
     "is_unset",
     "switch",

@@ -175,3 +175,8 @@ def word(value: Any) -> str | None:
             "wrong-type", "is {found}; write a name in quotes", {"found": describe(value)}
         )
     return value.strip().lower()
+
+
+def path(value: Any) -> str | None:
+    """A path or the name of a repository, as it stands there."""
+    return None if word(value) is None else str(value).strip()

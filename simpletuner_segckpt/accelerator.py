@@ -21,6 +21,10 @@ class Accelerator:
         device = torch.accelerator.current_accelerator(check_available=True)
         return None if device is None or device.type == "mps" else cls(device.type)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an ordinary one, in this accelerator's memory."""
+        return tensor.device.type == self.device_type and type(tensor) is Tensor
+
     def stream(self, device: torch.device) -> Any:
         """A new stream of ``device``."""
         return torch.Stream(device)

@@ -10,12 +10,26 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .config_schema import describe
 from .findings import Finding, Severity
 
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
+    from tomlkit.items import Item, Key
+
 Place = tuple[int, int]  # line and column, from 1
+
+
+class Member(NamedTuple):
+    """A member of a JSON object, and the offsets of its key, of its value and of their end."""
+
+    key: str
+    value: Any
+    start: int
+    value_start: int
+    end: int
 
 
 @dataclass
@@ -76,23 +90,26 @@ def parse_config(data: bytes, name: str) -> ConfigFile:
     if not text.strip():
         file.report("empty-file", "is empty; write the keys into it", (1, 1))
         return file
-    toml = name.lower().endswith(".toml") or (
-        name == "<stdin>" and text.lstrip()[0] not in '{["-0123456789'
-    )
-    (_read_toml if toml else _read_json)(text, file)
+    (_read_toml if is_toml(name, text) else _read_json)(text, file)
     return file
 
 
+def is_toml(name: str, text: str) -> bool:
+    """Whether a file is TOML; ``text`` decides for standard input and must not be blank then."""
+    return name.lower().endswith(".toml") or (
+        name == "<stdin>" and text.lstrip()[0] not in '{["-0123456789'
+    )
+
+
 def _read_json(text: str, file: ConfigFile) -> None:
-    decoder = json.JSONDecoder(parse_int=_integer)
     try:
         if text.lstrip()[0] != "{":
-            found = describe(decoder.decode(text))
+            found = describe(_decoder().decode(text))
             message = f"holds {found}, not an object; write the keys between {{ and }}"
             file.report("not-an-object", message, (1, 1))
             return
-        for key, value, offset in _json_members(text, decoder):
-            place = _place(text, offset)
+        for key, value, start, _, _ in json_members(text):
+            place = _place(text, start)
             if key in file.values:
                 first = file.places[key][0]
                 message = f"is already given in line {first}; leave one of the two out"
@@ -111,8 +128,12 @@ def _read_json(text: str, file: ConfigFile) -> None:
         file.report("syntax", "is nested too deeply to be read")
 
 
-def _json_members(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[str, Any, int]]:
-    """Each member of the object that ``text`` holds: key, value, offset of the key."""
+def json_members(text: str) -> Iterator[Member]:
+    """Each member of the object that ``text`` holds.
+
+    Raises ``json.JSONDecodeError`` where it is no object, and ``RecursionError``.
+    """
+    decoder = _decoder()
 
     def skip(position: int) -> int:
         while text[position : position + 1] in (" ", "\t", "\n", "\r"):
@@ -131,10 +152,10 @@ def _json_members(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[str, A
             raise json.JSONDecodeError("Expecting a key in double quotes", text, position)
         start = position
         key, position = decoder.raw_decode(text, position)
-        position = expect(":", skip(position))
-        value, position = decoder.raw_decode(text, position)
-        yield key, value, start
-        position = skip(position)
+        value_start = expect(":", skip(position))
+        value, end = decoder.raw_decode(text, value_start)
+        yield Member(key, value, start, value_start, end)
+        position = skip(end)
         more = text[position : position + 1] == ","
         if more:
             position = skip(position + 1)
@@ -158,6 +179,18 @@ def _read_toml(text: str, file: ConfigFile) -> None:
         file.report("syntax", f"is not valid TOML: {str(error) or type(error).__name__}")
         return
     file.values = values
+    for key, _, offset, rendered in toml_items(document):
+        if key is not None:
+            indent = len(rendered) - len(rendered.lstrip())
+            file.places.setdefault(key.key, _place(text, offset + indent))
+
+
+def toml_items(document: "TOMLDocument") -> "Iterator[tuple[Key | None, Item, int, str]]":
+    """What stands above the first [table]: key (None for comments and blank lines), value, offset
+    and text.
+    """
+    import tomlkit
+
     # tomlkit renders a document byte for byte, so the lengths of its items add up to offsets.
     offset = 0
     for key, item in document.body:
@@ -167,15 +200,17 @@ def _read_toml(text: str, file: ConfigFile) -> None:
         whole = tomlkit.container.Container()
         whole.body.append((key, item))
         rendered = whole.as_string()
-        if key is not None:
-            indent = len(rendered) - len(rendered.lstrip())
-            file.places.setdefault(key.key, _place(text, offset + indent))
+        yield key, item, offset, rendered
         offset += len(rendered)
 
 
 def _place(text: str, offset: int) -> Place:
     start = text.rfind("\n", 0, offset) + 1
     return text.count("\n", 0, offset) + 1, offset - start + 1
+
+
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_int=_integer)
 
 
 def _integer(digits: str) -> int | float:

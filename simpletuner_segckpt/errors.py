@@ -43,3 +43,7 @@ class SegmentBroken(SegckptError, RuntimeError):
 
 class UnsupportedModel(SegckptError, TypeError):
     """The model has no stack of blocks that could be scheduled."""
+
+
+class WorkloadError(SegckptError, ValueError):
+    """A training step that cannot be built or estimated; the text is one sentence for the user."""

@@ -87,6 +87,21 @@ class Tiny(_Record):
     inputs: Mapping[str, Any] = {}
 
 
+class Training(_Record):
+    """What one training step feeds the model at its real size, for the estimator.
+
+    Inputs are as in ``Tiny``; a dimension may be an expression in ``batch``, ``frames``,
+    ``height`` and ``width`` (of the latents), ``text`` and the integers of the model's config.
+    """
+
+    downscale: tuple[int, int, int] = (1, 8, 8)  # pixels for one latent: frames, height, width
+    text: int = 0  # tokens that the text encoder hands over
+    resolution: tuple[int, int] = (1024, 1024)  # width and height that it is usually trained at
+    frames: int = 1
+    targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # of the trainer's LoRA
+    inputs: Mapping[str, Any] = {}
+
+
 class Family(_Record):
     """All that is known of one architecture. ``family`` is the trainer's ``model_family``."""
 
@@ -105,6 +120,7 @@ class Family(_Record):
     conditions: tuple[ArgumentCondition, ...] = ()
     sizes: Mapping[str, Mapping[str, Any]] = {}
     native: Native | None = None
+    training: Training | None = None
     tiny: tuple[Tiny, ...] = ()
 
     def stack_at(self, path: str) -> Stack | None:
@@ -140,3 +156,7 @@ class Family(_Record):
         Its ``blocks`` table gives those of stacks named by patterns, and the number of units.
         """
         return self.counts(self.sizes[name]) | dict(self.sizes[name].get("blocks", {}))
+
+    def config_of_size(self, name: str | None) -> dict[str, Any]:
+        """The model's configuration of a published size; the class has the rest as defaults."""
+        return {k: v for k, v in self.sizes[name].items() if k != "blocks"} if name else {}

@@ -149,13 +149,18 @@ def read(tree: Any, use: str) -> None:
             leaf.on_read(use)
 
 
+def is_ordinary(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor of no class of its own, which an alias can stand for."""
+    return type(leaf) is Tensor
+
+
 def hand_out(
     tree: Any, on_read: Callable[[str], None], on_look: Callable[[], None] = lambda: None
 ) -> Any:
     """``tree`` with every plain tensor replaced by a :class:`Handed`."""
 
     def alias(leaf: Any) -> Any:
-        return Handed.of(leaf, on_read, on_look) if type(leaf) is Tensor else leaf
+        return Handed.of(leaf, on_read, on_look) if is_ordinary(leaf) else leaf
 
     return pytree.tree_map(alias, tree)
 
@@ -235,7 +240,7 @@ def changed_attribute(before: dict[str, Any], now: dict[str, Any]) -> str | None
 def unwatchable(tree: Any) -> str | None:
     """The type of a leaf of a block's result that cannot be watched, if there is one."""
     for leaf in pytree.tree_leaves(tree):
-        if leaf is not None and type(leaf) is not Tensor:
+        if leaf is not None and not is_ordinary(leaf):
             return type(leaf).__name__
     return None
 

@@ -64,8 +64,7 @@ class HostMemory:
         """
         base = tensor if tensor._base is None else tensor._base
         return (
-            tensor.device.type == self.accelerator.device_type
-            and type(tensor) is Tensor
+            self.accelerator.holds(tensor)
             and tensor.layout is torch.strided
             and not isinstance(base, torch.nn.Parameter)
             and not (tensor.is_conj() or tensor.is_neg())  # marks that a storage does not have

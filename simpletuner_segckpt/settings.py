@@ -96,6 +96,21 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     return Settings(checkpointing, trainer, tuple(findings), file), findings
 
 
+def read_keys(model: type[Keys], file: ConfigFile) -> Keys:
+    """Other keys of a trainer's config. Raises ``ConfigError`` with what is wrong with them."""
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    values = {
+        name: file.values[written(file, name)]
+        for name in names
+        if written(file, name) in file.values
+    }
+    findings: list[Finding] = []
+    keys = _validated(model, names, file, values, findings)
+    if keys is None:
+        raise ConfigError(findings)
+    return keys
+
+
 def written(file: ConfigFile, key: str) -> str:
     """``key`` as it stands in the file, with or without the leading dashes."""
     return f"--{key}" if f"--{key}" in file.values else key

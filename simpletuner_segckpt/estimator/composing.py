@@ -1,0 +1,338 @@
+"""From a profile and a schedule to the peak of memory and the work. Pure arithmetic, no torch.
+
+The step is gone through unit by unit: a unit is a segment under one checkpoint call, or a block
+that is not recomputed as a whole. In forward each unit adds what it keeps; in backward it is
+freed, after what it recomputes. Values that blocks hand on are counted once, however many keep
+them. See docs/estimator.md for what this leaves out.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..report import StackReport
+from .records import Profile, Run, Work
+from .treatments import COVERED, PLAIN, of_block
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Positions of consecutive blocks, and how they run. Only covered units have several."""
+
+    blocks: tuple[int, ...]
+    treatment: str = PLAIN
+    inputs_on_cpu: bool = False
+
+    @property
+    def covered(self) -> bool:
+        return self.treatment.startswith(COVERED)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """One step. Bytes; ``kept`` and ``working`` are what is alive at the peak beside the rest.
+
+    recomputed: work that is done twice. work: all of it. moved: bytes to CPU memory and back.
+    calls: number of checkpoint calls. where: what runs at the peak.
+    """
+
+    peak: int
+    weights: int
+    gradients: int
+    states: int
+    kept: int
+    working: int
+    forward: Work
+    backward: Work
+    recomputed: Work
+    moved: int
+    calls: int
+    where: str
+
+
+def units_of(profile: Profile, stacks: Iterable[StackReport]) -> list[Unit]:
+    """The units of a schedule, in execution order."""
+    reports = {stack.path: stack for stack in stacks}
+    places = {(block.stack, block.index): at for at, block in enumerate(profile.blocks)}
+    units: list[Unit] = []
+    for at, block in enumerate(profile.blocks):
+        stack = reports.get(block.stack)
+        if stack is None or (stack.strategy == "off" and block.index not in stack.offloaded):
+            units.append(Unit((at,)))
+            continue
+        treatment = of_block(stack, block.index)
+        if not treatment.startswith(COVERED):
+            units.append(Unit((at,), treatment))
+            continue
+        segment = next(s for s in stack.segments if block.index in s)
+        if block.index == segment.start:
+            inside = tuple(places[block.stack, index] for index in segment)
+            units.append(Unit(inside, treatment, stack.inputs_on_cpu))
+    return units
+
+
+def levels(profile: Profile) -> list[int]:
+    """Bytes alive before each block and after the last, with nothing recomputed and no glue."""
+    plain = [Unit((at,)) for at in range(len(profile.blocks))]
+    return _Step(profile, _Values.of(profile), plain).forward()
+
+
+def compose(profile: Profile, units: Sequence[Unit]) -> Composed:
+    """One step with these units."""
+    return Composer(profile)(units)
+
+
+class Composer:
+    """``compose`` for many schedules of one profile."""
+
+    def __init__(self, profile: Profile):
+        self.profile = profile
+        self._values = _Values.of(profile)
+
+    def __call__(self, units: Sequence[Unit]) -> Composed:
+        step = _Step(self.profile, self._values, units)
+        step.forward()
+        step.backward()
+        return step.composed()
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What is the same for all schedules of a profile.
+
+    given: values that no block makes, with their bytes. last_use: value -> the last block that
+    takes or gives it. shared: bytes of the gradients of given values that several blocks take.
+    """
+
+    given: dict[int, int]
+    last_use: dict[int, int]
+    shared: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> "_Values":
+        made = {value for block in profile.blocks for value in block.gives}
+        given: dict[int, int] = {}
+        last_use: dict[int, int] = {}
+        uses: Counter[int] = Counter()
+        gradients: dict[int, int] = {}
+        for at, block in enumerate(profile.blocks):
+            kind = profile.kinds[block.kind]
+            for value in (*block.takes, *block.gives):
+                last_use[value] = at
+            for value, size, gradient in zip(
+                block.takes, kind.takes, kind.takes_gradient, strict=True
+            ):
+                uses[value] += 1
+                if value not in made:
+                    given[value] = size
+                    gradients[value] = size * gradient
+        shared = sum(size for value, size in gradients.items() if uses[value] > 1)
+        return cls(given, last_use, shared)
+
+
+class _Step:
+    """The state of the memory while a step is gone through."""
+
+    def __init__(self, profile: Profile, values: _Values, units: Sequence[Unit]):
+        self.profile = profile
+        self.values = values
+        self.units = units
+        self.level = 0
+        self.peak = 0
+        self.kept_at_peak = 0
+        self.gradients_at_peak = 0
+        self.where = ""
+        self.gradients = profile.trained if profile.accumulates else 0
+        self._alive: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()
+        self._holding: list[list[int]] = []
+
+    # -- values ----------------------------------------------------------------------------
+
+    def _arrive(self, value: int, size: int) -> None:
+        if value not in self._alive:
+            self._alive[value] = size
+            self.level += size
+
+    def _leave(self, value: int, at: int) -> None:
+        """Let a value go that no unit holds and no block from ``at`` on takes."""
+        if value in self._alive and not self._holders[value] and self.values.last_use[value] < at:
+            self.level -= self._alive.pop(value)
+
+    def _reach(self, extra: int, where: str) -> None:
+        if self.level + extra + self.gradients > self.peak:
+            self.peak = self.level + extra + self.gradients
+            self.kept_at_peak = self.level
+            self.gradients_at_peak = self.gradients
+            self.where = where
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def forward(self) -> list[int]:
+        """Go through the forward; the levels before each block, and after all of them."""
+        profile = self.profile
+        entered = []
+        for value, size in self.values.given.items():
+            self._arrive(value, size)
+        for unit in self.units:
+            holding: list[int] = []
+            for at in unit.blocks:
+                self._reach(profile.glue[at].forward_peak, "before the blocks" if at == 0 else "")
+                self.level += profile.glue[at].kept
+                block = profile.blocks[at]
+                run = self._run(unit, at)
+                entered.append(self.level)
+                self._reach(run.forward_peak, f"forward of {block.stack} {block.index}")
+                kind = profile.kinds[block.kind]
+                for value, size in zip(block.gives, kind.gives, strict=True):
+                    self._arrive(value, size)
+                self.level += run.own
+                holding += self._held(unit, at)
+            for value in holding:
+                self._holders[value] += 1
+            self._holding.append(holding)
+            for at in unit.blocks:
+                block = profile.blocks[at]
+                for value in (*block.takes, *block.gives):
+                    self._leave(value, unit.blocks[-1] + 1)
+        head = profile.glue[-1]
+        self._reach(head.forward_peak, "after the blocks")
+        for value in list(self._alive):
+            self._leave(value, len(profile.blocks) + 1)
+        entered.append(self.level)
+        self.level += head.kept
+        return entered
+
+    def _run(self, unit: Unit, at: int) -> Run:
+        return self.profile.kinds[self.profile.blocks[at].kind].run(unit.treatment)
+
+    def _plain(self, at: int) -> Run:
+        return self.profile.kinds[self.profile.blocks[at].kind].run(PLAIN)
+
+    def _held(self, unit: Unit, at: int) -> list[int]:
+        """Values that a block keeps until its backward."""
+        block = self.profile.blocks[at]
+        run = self._run(unit, at)
+        first = at == unit.blocks[0]
+        if unit.covered:
+            made = {v for b in unit.blocks for v in self.profile.blocks[b].gives}
+            takes = [v for v in block.takes if first or v not in made]
+            return [] if unit.inputs_on_cpu else takes
+        taken = [v for v, held in zip(block.takes, run.holds, strict=True) if held]
+        return taken + [v for v, held in zip(block.gives, run.results, strict=True) if held]
+
+    # -- backward --------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        profile = self.profile
+        head = profile.glue[-1]
+        self._reach(head.backward_peak, "the loss")
+        self.level -= head.kept
+        shared = 0
+        for unit, holding in zip(reversed(self.units), reversed(self._holding), strict=True):
+            last = profile.blocks[unit.blocks[-1]]
+            self.level += shared
+            if unit.covered:
+                self._covered_backward(unit)
+            else:
+                run = self._run(unit, unit.blocks[0])
+                self._reach(run.backward_peak, f"backward of {last.stack} {last.index}")
+                self.level -= run.own
+            self.level -= shared
+            shared = self.values.shared
+            for value in holding:
+                self._holders[value] -= 1
+            for at in unit.blocks:
+                block = profile.blocks[at]
+                for value in (*block.takes, *block.gives):
+                    self._leave(value, len(profile.blocks) + 1)
+                if not profile.accumulates:
+                    self.gradients += profile.kinds[block.kind].trained
+                glue = profile.glue[at]
+                self._reach(glue.backward_peak, "between the blocks")
+                self.level -= glue.kept
+        self.level = 0
+        self.gradients = profile.trained
+        self._reach(profile.stepping, "the optimizer's step")
+
+    def _covered_backward(self, unit: Unit) -> None:
+        """Recompute the blocks of a segment, then go back through them."""
+        profile = self.profile
+        before = self.level
+        first = profile.blocks[unit.blocks[0]]
+        name = f"segment {first.stack} {first.index}"
+        gradient = self._gradient_of(unit.blocks[-1])
+        if unit.inputs_on_cpu:
+            kind = profile.kinds[first.kind]
+            self.level += sum(
+                size
+                for value, size in zip(first.takes, kind.takes, strict=True)
+                if value not in self._alive
+            )
+        if len(unit.blocks) == 1:
+            run = self._run(unit, unit.blocks[0])
+            self._reach(run.backward_peak, f"recompute of {name}")
+            self.level = before - run.own
+            return
+        inner: list[int] = []
+        for at in unit.blocks:
+            plain, kept = self._plain(at), self._run(unit, at).own
+            self._reach(gradient + plain.forward_peak, f"recompute of {name}")
+            grown = plain.own - kept
+            if at != unit.blocks[-1]:
+                grown += self._handed_on(at)
+            inner.append(grown)
+            self.level += grown
+        for at, grown in zip(reversed(unit.blocks), reversed(inner), strict=True):
+            plain = self._plain(at)
+            self._reach(plain.backward_peak, f"backward of {name}")
+            self.level -= grown + self._run(unit, at).own
+        self.level = before - sum(self._run(unit, at).own for at in unit.blocks)
+
+    def _gradient_of(self, at: int) -> int:
+        kind = self.profile.kinds[self.profile.blocks[at].kind]
+        return sum(s for s, g in zip(kind.gives, kind.gives_gradient, strict=True) if g)
+
+    def _handed_on(self, at: int) -> int:
+        """Bytes of the results of a block that it or the next one keeps in a recompute."""
+        block, following = self.profile.blocks[at], self.profile.blocks[at + 1]
+        kind, run = self.profile.kinds[block.kind], self._plain(at)
+        held = {v for v, h in zip(following.takes, self._plain(at + 1).holds, strict=True) if h}
+        return sum(
+            size
+            for value, size, own in zip(block.gives, kind.gives, run.results, strict=True)
+            if (own or value in held) and value not in block.takes
+        )
+
+    # -- the whole -------------------------------------------------------------------------
+
+    def composed(self) -> Composed:
+        profile = self.profile
+        forward = backward = recomputed = Work()
+        moved = calls = 0
+        for glue in profile.glue:
+            forward, backward = forward + glue.forward, backward + glue.backward
+        for unit in self.units:
+            calls += unit.covered
+            for at in unit.blocks:
+                run, plain = self._run(unit, at), self._plain(at)
+                forward, backward = forward + run.forward, backward + run.backward
+                recomputed = recomputed + (run.backward - plain.backward)
+                moved += run.moved
+            if unit.inputs_on_cpu:
+                moved += sum(profile.kinds[profile.blocks[unit.blocks[0]].kind].takes)
+        static = profile.weights + profile.states
+        return Composed(
+            peak=static + self.peak,
+            weights=profile.weights,
+            gradients=self.gradients_at_peak,
+            states=profile.states,
+            kept=self.kept_at_peak,
+            working=self.peak - self.kept_at_peak - self.gradients_at_peak,
+            forward=forward,
+            backward=backward,
+            recomputed=recomputed,
+            moved=moved,
+            calls=calls,
+            where=self.where,
+        )

@@ -1,0 +1,65 @@
+"""The schedules that are compared: by name, as keys of a config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config_schema import PREFIX, CheckpointingConfig
+from ..family import Family
+from ..planning import make_report, problems
+from ..report import Report
+from ..settings import Settings
+from .composing import Composed, compose, units_of
+from .records import Profile
+
+# Keys without the prefix. The first four and the two with offloading are those of the published
+# sweep (published_sweep.csv), where `activation-offload` is `torch-ffn+offload` here.
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "none": {"": False},
+    "layer": {},
+    "interval2": {"interval": 2},
+    "interval4": {"interval": 4},
+    "seg2-stride4": {"interval": 2, "segment_stride": 4},
+    "layer+keep-last1": {"keep_last": 1},
+    "layer+keep-attention": {"keep": ["attention"]},
+    "layer+keep-both": {"keep": ["attention", "ffn"]},
+    "layer+unsloth": {"backend": "unsloth"},
+    "seg2-stride4+unsloth": {"interval": 2, "segment_stride": 4, "backend": "unsloth"},
+    "torch-ffn": {"backend": "torch-ffn"},
+    "torch-ffn+offload": {"backend": "torch-ffn", "offload_attention": True},
+    "unsloth-ffn": {"backend": "unsloth-ffn"},
+    "seg2-stride4+offload": {"interval": 2, "segment_stride": 4, "offload_attention": True},
+}
+
+
+def keys_of(mode: str) -> dict[str, Any]:
+    """The keys of a mode as they stand in a config."""
+    return {f"{PREFIX}_{key}".rstrip("_"): value for key, value in MODES[mode].items()}
+
+
+def settings_with(settings: Settings, keys: Mapping[str, Any]) -> Settings:
+    """``settings`` with these checkpointing keys; the trainer's other keys stay."""
+    return replace(settings, checkpointing=CheckpointingConfig.model_validate(dict(keys)))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mode that was composed, or why it cannot be carried out."""
+
+    mode: str
+    keys: Mapping[str, Any]
+    report: Report
+    step: Composed | None
+    impossible: str = ""
+
+
+def estimate(
+    profile: Profile, family: Family, settings: Settings, mode: str, keys: Mapping[str, Any]
+) -> Estimate:
+    """One mode on a measured model, under the conditions that the trainer's config brings."""
+    changed = settings_with(settings, keys)
+    report = make_report(changed, family, profile.counts)
+    for finding in problems(changed, family, family.title, report):
+        if finding.severity == "error":
+            return Estimate(mode, keys, report, None, finding.message)
+    return Estimate(mode, keys, report, compose(profile, units_of(profile, report.stacks)))

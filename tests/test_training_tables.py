@@ -1,0 +1,166 @@
+"""Every family's step for the estimator: it runs at real width and resolution, without memory."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils import _pytree as pytree
+
+from simpletuner_segckpt.errors import FamilyError
+from simpletuner_segckpt.estimator import building, fakes, shapes
+from simpletuner_segckpt.estimator.cuda import CudaSemantics
+from simpletuner_segckpt.estimator.workload import Workload
+from simpletuner_segckpt.family import matches
+from simpletuner_segckpt.registry import read_family
+from simpletuner_segckpt.tiny import load_class
+
+BLOCKS = {
+    "hidream": 64,  # all: the model names a text layer for each block
+    "wan_animate": 5,  # a face adapter belongs to every 5th block
+}
+PER_LEVEL = {
+    "transformer_layers_per_block",
+    "down_num_layers_per_block",
+    "up_num_layers_per_block",
+}
+BATCH = 2
+NEEDS_NUMBERS = {
+    "hidream": "an expert takes the tokens whose index is its own",
+    "hunyuanvideo": "the model asks whether the image is zero, and indexes with masks of its own",
+    "qwen_image_21": "the model repeats text tokens as often as a mask of its own says",
+}
+FAMILIES = {
+    path.stem: read_family(path)
+    for path in sorted(files("simpletuner_segckpt.model_families").iterdir())
+    if path.suffix == ".toml"
+}
+TRAINED = {name: family for name, family in FAMILIES.items() if family.training}
+CASES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.xfail(
+            name in NEEDS_NUMBERS,
+            reason=NEEDS_NUMBERS.get(name, ""),
+            raises=(DataDependentOutputException, DynamicOutputShapeException),
+            strict=True,
+        ),
+    )
+    for name in TRAINED
+]
+
+
+def few_blocks(family, config, most):
+    """``config`` with at most so many blocks in each stack."""
+    whole = building.full_config(family.classes[0], config)
+    fewer = {}
+    for key in {stack.count for stack in family.stacks} & set(whole):
+        value = whole[key]
+        if isinstance(value, (list, tuple)):  # the indices of blocks
+            fewer[key] = [index for index in value if index < most]
+        else:
+            fewer[key] = min(value, most)
+    for key in PER_LEVEL & set(config):
+        fewer[key] = [min(count, most) for count in config[key]]
+    return dict(config) | fewer
+
+
+def tail(path, target):
+    """Whether ``target`` names the end of ``path``."""
+    return matches(target, ".".join(path.split(".")[-len(target.split(".")) :]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_every_family(name):
+    family = TRAINED[name]
+    try:
+        load_class(family.classes[0])
+    except ImportError as error:
+        pytest.skip(str(error))
+    training = family.training
+    width, height = training.resolution
+    work = Workload(
+        family=family,
+        model_class=family.classes[0],
+        config=few_blocks(family, family.config_of_size(family.size(None)), BLOCKS.get(name, 2)),
+        batch=BATCH,
+        width=width,
+        height=height,
+        frames=training.frames,
+        targets=training.targets,
+    )
+    with fakes.without_memory():
+        model = building.build(work)
+        arguments = building.inputs(work)
+        with CudaSemantics(torch.bfloat16):
+            result = model(**arguments)
+            outputs = [
+                leaf
+                for leaf in pytree.tree_leaves(result)
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            fakes.backward([output.float().mean() for output in outputs])
+    assert any(parameter.grad is not None for parameter in model.parameters())
+    adapted = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    for target in training.targets:
+        assert any(tail(path, target) for path in adapted), target
+    assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
+
+
+WORDS = {"batch": 2, "frames": 3, "height": 4, "width": 6, "text": 5, "channels": 16}
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("channels", 16),
+        ("text + height * width / 4", 11),
+        ("frames * (height - 1)", 9),
+        ("height * width / 5", 4),  # rounded down
+        ("(frames * 8 - 7) * 25 / 24", 17),
+    ],
+)
+def test_a_number(expression, value):
+    assert shapes.number(expression, WORDS) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["depth", "text +", "text ** 2", "text.bit_length()", "2.5", "", "text / 0"]
+)
+def test_what_is_no_number(expression):
+    with pytest.raises(FamilyError) as error:
+        shapes.number(expression, WORDS)
+    assert repr(expression) in str(error.value)
+
+
+def test_specs_in_terms_of_the_words():
+    row = [1, 1, 0, 0, 0]
+    assert shapes.resolved(
+        {
+            "latents": {"shape": ["batch", "channels", "height / 2", 8], "fill": 0.5},
+            "lengths": {"shape": ["batch"], "dtype": "int64", "fill": "text"},
+            "mask": {"shape": ["batch", "text"], "ones": 2},
+            "places": {"shape": ["batch", "text"], "dtype": "int64", "zeros": "text - 3"},
+            "captions": {"each": {"shape": ["text", 3]}},
+            "grids": {"each": [[1, {"value": "height / 2"}]]},
+            "nested": {"sizes": {"shape": ["batch", 2]}},
+            "return_dict": False,
+            "nothing": {},
+        },
+        WORDS,
+    ) == {
+        "latents": {"shape": [2, 16, 2, 8], "fill": 0.5},
+        "lengths": {"shape": [2], "dtype": "int64", "fill": 5},
+        "mask": {"values": [row, row], "dtype": "bool"},
+        "places": {"values": [[0, 0, 1, 1, 1]] * 2, "dtype": "int64"},
+        "captions": [{"shape": [5, 3]}] * 2,
+        "grids": [[[1, 2]]] * 2,
+        "nested": {"sizes": {"shape": [2, 2]}},
+        "return_dict": False,
+        "nothing": {},
+    }
