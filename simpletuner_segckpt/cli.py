@@ -7,8 +7,12 @@ from importlib.metadata import version
 # Command -> the module whose main it is, and what it does.
 COMMANDS = {
     "validate": ("validate", "check config files and show the schedule of every stack"),
+    "estimate": ("estimate", "predict peak memory and step time, without a GPU"),
+    "plan": ("plan", "find the fastest keys that fit a memory budget"),
+    "compare": ("compare", "set predictions beside measurements"),
     "families": ("families", "show which model families are supported, and how"),
     "check": ("check", "prove families on the installed versions"),
+    "bench": ("bench", "measure schedules with real training steps"),
     "probe": ("probing", "describe a model that no family file describes"),
 }
 

@@ -99,6 +99,7 @@ class Training(_Record):
     resolution: tuple[int, int] = (1024, 1024)  # width and height that it is usually trained at
     frames: int = 1
     targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")  # of the trainer's LoRA
+    experts: int = 1  # of a mixture, between which the tokens are divided
     inputs: Mapping[str, Any] = {}
 
 

@@ -27,7 +27,7 @@ from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .segments import Proof
 from .settings import ConfigSource, Settings, load_settings
-from .stacks import block_list, blocks_of, candidate_stacks, matching, units_of
+from .stacks import block_list, blocks_of, candidate_stacks, matching, stacks_of, units_of
 
 # Models whose own setters were called, and what they changed.
 _settled: WeakKeyDictionary[Module, Settled] = WeakKeyDictionary()
@@ -176,15 +176,13 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
     candidates = candidate_stacks(base)
     if family is None:
         return candidates, []
-    stacks: dict[str, int] = {}
-    left_out = []
-    for stack in family.stacks:
-        found = {path: len(blocks_of(base, path)) for path in matching(base, stack.path)}
-        if "*" in stack.path:  # a list of one block is a unit
-            found = {path: count for path, count in found.items() if count > 1}
-        elif not found and not stack.optional:
-            left_out.append((stack.path, f"{type(base).__name__} has no such list of blocks"))
-        stacks |= found
+    stacks = stacks_of(base, family.stacks)
+    name = type(base).__name__
+    left_out = [
+        (stack.path, f"{name} has no such list of blocks")
+        for stack in family.stacks
+        if not stack.optional and "*" not in stack.path and not matching(base, stack.path)
+    ]
     units = units_of(base, family.units, stacks)
     known = (*units, *stacks)
     described = {

@@ -6,7 +6,7 @@ from typing import Any
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList
 
-from .family import matches
+from .family import Stack, matches
 
 
 def block_list(model: Module, path: str) -> ModuleList | None:
@@ -56,6 +56,17 @@ def candidate_stacks(model: Module) -> dict[str, int]:
 def matching(model: Module, pattern: str) -> list[str]:
     """Paths of the modules that ``pattern`` names, in the order of the model's own tree."""
     return [path for path, _ in model.named_modules() if matches(pattern, path)]
+
+
+def stacks_of(model: Module, described: Iterable[Stack]) -> dict[str, int]:
+    """Path and length of every list of blocks in ``model`` that one of the stacks describes."""
+    found: dict[str, int] = {}
+    for stack in described:
+        lengths = {path: len(blocks_of(model, path)) for path in matching(model, stack.path)}
+        if "*" in stack.path:  # a list of one block is a unit
+            lengths = {path: count for path, count in lengths.items() if count > 1}
+        found |= lengths
+    return found
 
 
 def units_of(model: Module, patterns: Iterable[str], stacks: Iterable[str]) -> list[str]:

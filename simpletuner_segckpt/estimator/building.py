@@ -86,6 +86,8 @@ def add_lycoris(model: nn.Module, config: Mapping[str, Any]) -> None:
     with _less_talk("LyCORIS"):
         network = create_lycoris(model, multiplier, **options)
         network.apply_to()
+    if not network.loras:
+        raise WorkloadError("lycoris_config fits no layer of the model; look at its apply_preset")
     network.requires_grad_(True)
     for module in network.loras:  # as parts of the layers that they change, so of their blocks
         module.org_module[0].add_module("lycoris", module)

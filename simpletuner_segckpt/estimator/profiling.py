@@ -17,15 +17,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from ..errors import WorkloadError
 from ..family import Family
 from ..report import UNITS
-from ..stacks import blocks_of, candidate_stacks, units_of
+from ..stacks import blocks_of, stacks_of, units_of
 from . import building, composing, fakes, treatments
 from .alone import Hole, run_alone
 from .cuda import CudaSemantics
 from .ledger import Ledger, rounded, tensors_in
 from .records import Block, Glue, Kind, Profile, Work
-from .workload import Workload
+from .values import KnownValues
+from .workload import Workload, training_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Event:
 
 def profile(work: Workload) -> Profile:
     """Measure a workload: seconds, and no memory to speak of. Raises ``WorkloadError``."""
-    with fakes.without_memory(), fakes.explained(work.family.title):
+    experts = training_of(work.family).experts
+    with fakes.without_memory(), KnownValues(experts), fakes.explained(work.family.title):
         model = building.build(work)
         whole = places_of(model, work.family)
         few = thinned(whole)
@@ -83,13 +86,12 @@ def profile(work: Workload) -> Profile:
 
 def places_of(model: nn.Module, family: Family) -> list[Place]:
     """The blocks that a schedule is about: those of stacks, then units, each in its order."""
-    stacks = {
-        path: blocks_of(model, path)
-        for stack in family.stacks
-        for path in candidate_stacks(model)
-        if stack.describes(path)
-    }
-    places = [Place(p, i, block) for p, blocks in stacks.items() for i, block in enumerate(blocks)]
+    stacks = stacks_of(model, family.stacks)
+    places = [
+        Place(path, index, block)
+        for path in stacks
+        for index, block in enumerate(blocks_of(model, path))
+    ]
     units = units_of(model, family.units, stacks)
     return places + [Place(UNITS, i, model.get_submodule(u)) for i, u in enumerate(units)]
 
@@ -245,6 +247,8 @@ def _recorded(model: Any, places: Sequence[Place], work: Workload) -> _Recorder:
 def loss_of(output: Any) -> torch.Tensor:
     """A trainer's loss: the mean square of what is left of the target."""
     tensors = [t for t in tensors_in(output) if t.requires_grad]
+    if not tensors:
+        raise WorkloadError("nothing of the model is trained: its output needs no gradient")
     losses = [functional.mse_loss(t.float(), torch.zeros_like(t).float()) for t in tensors]
     return torch.stack(losses).sum()
 
@@ -378,21 +382,23 @@ def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> 
 
 def with_weights(found: Profile, model: nn.Module, work: Workload) -> Profile:
     """``found`` with what is in memory during the whole step of ``model``."""
-    weights = 0
+    weights = linear = 0
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
         owner = model.get_submodule(path.rpartition(".")[0])
         frozen_linear = not tensor.requires_grad and isinstance(owner, nn.Linear)
+        size = rounded(tensor.numel() * tensor.element_size())
         if frozen_linear and work.weights_on_cpu:
             continue
-        size = tensor.numel() * tensor.element_size()
         if frozen_linear and tensor.dim() == 2:
-            size = int(tensor.numel() * min(work.base_bytes, tensor.element_size()))
-        weights += rounded(size)
+            linear += size
+            size = int(size * min(1, work.base_bytes / tensor.element_size()))
+        weights += size
     numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
     trained = trained_bytes([model])
     return replace(
         found,
         weights=weights + (trained if work.ema else 0),
+        linear=linear,
         trained=trained,
         states=int(numbers * work.optimizer_bytes),
         stepping=trained * work.stepping,

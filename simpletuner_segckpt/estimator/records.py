@@ -107,7 +107,8 @@ class Profile:
 
     weights: bytes of the frozen and trained parameters and buffers on the accelerator. trained:
     bytes of the gradients of all trained parameters. states: bytes of optimizer state. stepping:
-    bytes that the optimizer needs for the time of its step.
+    bytes that the optimizer needs for the time of its step. linear: bytes of frozen linear layers
+    as they are before quantization.
     """
 
     kinds: tuple[Kind, ...]
@@ -117,6 +118,7 @@ class Profile:
     trained: int
     states: int
     stepping: int = 0
+    linear: int = 0
     accumulates: bool = False
 
     @property

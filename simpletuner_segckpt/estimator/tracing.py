@@ -22,7 +22,8 @@ from .cuda import CudaSemantics
 from .ledger import Ledger
 from .profiling import loss_of, with_weights
 from .records import Profile
-from .workload import Workload
+from .values import KnownValues
+from .workload import Workload, training_of
 
 KEY_OF_BUFFERS = "gradient_checkpointing_offload_pin_memory_max_buckets"
 
@@ -40,6 +41,7 @@ def trace(work: Workload, keys: Mapping[str, Any]) -> int:
     cuda = CudaSemantics(torch.bfloat16 if work.autocast else None)
     with (
         fakes.without_memory(exact_lifetimes=moves),
+        KnownValues(training_of(work.family).experts),
         fakes.explained(work.family.title),
         patch.object(Accelerator, "current", lambda: _Beside(ledger)),
         # The first forward watches what the loop does with what blocks return.

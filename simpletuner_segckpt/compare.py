@@ -1,0 +1,151 @@
+"""``segckpt compare``: predictions beside measurements, of the published sweep or of your own bench.
+
+Exit codes: 0 compared, 2 could not run.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from .benching.compared import table_of
+from .errors import SegckptError, WorkloadError
+from .estimator.comparing import GPUS, Compared, Comparison, compare_example, median_error
+from .estimator.published import published
+from .output import command, refuse
+from .registry import FamilyRegistry
+from .validate import UsageError, printable
+
+
+def page(comparisons: Sequence[Comparison]) -> str:
+    """The generated part of ``docs/estimator.md``, from all examples on an H100."""
+    return "\n".join([summary(comparisons), *map(section, comparisons), left_out()])
+
+
+def summary(comparisons: Sequence[Comparison]) -> str:
+    """How far off the peaks are, and how well the order of step times is met."""
+    taus = [found.tau for found in comparisons if found.tau is not None]
+    cells = [cell for found in comparisons for cell in found.cells if cell.built_for]
+    return (
+        "## In short\n\n"
+        f"{len(cells)} cells of {len(comparisons)} examples, bf16, `none`, `layer`, `interval2` and "
+        f"`seg2-stride4`: median error of the peak {100 * median_error(comparisons):.1f}%, of "
+        f"{sum(abs(cell.error) < 0.05 for cell in cells)} of them below 5%. Kendall's tau between "
+        f"predicted and published step times, median over the examples: {median(taus):.2f}.\n"
+    )
+
+
+def section(found: Comparison) -> str:
+    """One example: what was assumed, and a row for each cell."""
+    lines = [f"## {found.example.title}", "", f"`{found.name}`. Assumed:", ""]
+    lines += [f"- {line}" for line in found.example.assumed]
+    if found.tau is not None:
+        bound = any(cell.launch_bound for cell in found.cells if cell.built_for)
+        lines += [
+            "",
+            f"Order of step times: tau {found.tau:.2f}."
+            + (
+                " Launching the kernels takes longer than running them here, so times come from "
+                "the number of kernels, not from FLOPs."
+                if bound
+                else ""
+            ),
+        ]
+    lines += [
+        "",
+        "| precision | mode | published GiB | predicted GiB | error | published s | predicted s | [why](#why) |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        *map(_row, found.cells),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(cell: Compared) -> str:
+    row = cell.row
+    mode = f"{row.mode} ({row.variant})" if row.variant else row.mode
+    published_seconds = f"{row.seconds:.3f}" if row.seconds else ""
+    predicted = f"{cell.seconds:.3f}" if cell.seconds else ""
+    number = f"[{_number(cell)}](#why)" if _number(cell) else ""
+    return (
+        f"| {row.precision} | {mode} | {row.gib:.2f} | {cell.gib:.2f} | {100 * cell.error:+.1f}% | "
+        f"{published_seconds} | {predicted} | {number} |"
+    )
+
+
+def _number(cell: Compared) -> int:
+    """The number of the reason why a row is off by more than 5%; 0 without one."""
+    reason = published().reason(cell.row) if abs(cell.error) >= 0.05 else ""
+    return list(_reasons()).index(reason) + 1 if reason else 0
+
+
+def _reasons() -> dict[str, None]:
+    return {entry.reason: None for entry in published().reasons if entry.reason}
+
+
+def left_out() -> str:
+    """Why rows are off, and the examples of the sweep that are not compared."""
+    lines = ["## Why", "", *(f"{at}. {reason}" for at, reason in enumerate(_reasons(), 1)), ""]
+    lines += ["## Not compared", ""]
+    lines += [f"- `{name}`: {reason}" for name, reason in published().left_out.items()]
+    return "\n".join([*lines, ""])
+
+
+def _chosen(names: Iterable[str]) -> list[str]:
+    """The examples that contain one of ``names``; all without any."""
+    known = list(published().examples)
+    found = []
+    for name in names:
+        having = [example for example in known if name.lower() in example]
+        if not having:
+            raise WorkloadError(f"no example is called {name}; they are {', '.join(known)}")
+        found += having
+    return list(dict.fromkeys(found)) or known
+
+
+def _compared(names: Iterable[str], gpu: str) -> Iterator[Comparison]:
+    for name in names:
+        print(f"running {name} without memory", file=sys.stderr)
+        yield compare_example(name, gpu)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="segckpt compare",
+        description="Set predictions beside measurements: those of the published sweep of "
+        "SimpleTuner's examples, or the results.jsonl of your own segckpt bench.",
+        epilog="exit codes: 0 compared, 2 could not run",
+    )
+    made.add_argument(
+        "what",
+        nargs="*",
+        metavar="WHAT",
+        help="parts of the names of published examples (default: all of them), or results.jsonl "
+        "files of segckpt bench",
+    )
+    made.add_argument("--gpu", choices=GPUS, default=GPUS[0], help="card of the sweep")
+    made.add_argument(
+        "--families", action="append", default=[], metavar="DIR", help="folder of family files"
+    )
+    return made
+
+
+@command("compare")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    files = [name for name in options.what if name.endswith(".jsonl")]
+    names = [name for name in options.what if name not in files]
+    try:
+        registry = FamilyRegistry.default(options.families)
+        for name in files:
+            print(table_of(Path(name), registry))
+        if names or not files:
+            print(page(list(_compared(_chosen(names), options.gpu))))
+    except (SegckptError, UsageError) as error:
+        return refuse("compare", printable(str(error)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
