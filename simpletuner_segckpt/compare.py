@@ -1,4 +1,4 @@
-"""``segckpt compare``: predictions beside measurements, of the published sweep or of your own bench.
+"""``segckpt compare``: predictions beside measurements, the published ones or your own.
 
 Exit codes: 0 compared, 2 could not run.
 """
@@ -17,6 +17,17 @@ from .output import command, refuse
 from .registry import FamilyRegistry
 from .validate import UsageError, printable
 
+COLUMNS = (
+    "precision",
+    "mode",
+    "published GiB",
+    "predicted GiB",
+    "error",
+    "published s",
+    "predicted s",
+    "[why](#why)",
+)
+
 
 def page(comparisons: Sequence[Comparison]) -> str:
     """The generated part of ``docs/estimator.md``, from all examples on an H100."""
@@ -27,12 +38,14 @@ def summary(comparisons: Sequence[Comparison]) -> str:
     """How far off the peaks are, and how well the order of step times is met."""
     taus = [found.tau for found in comparisons if found.tau is not None]
     cells = [cell for found in comparisons for cell in found.cells if cell.built_for]
+    near = sum(abs(cell.error) < 0.05 for cell in cells)
+    error = f"{100 * median_error(comparisons):.1f}%"
     return (
         "## In short\n\n"
-        f"{len(cells)} cells of {len(comparisons)} examples, bf16, `none`, `layer`, `interval2` and "
-        f"`seg2-stride4`: median error of the peak {100 * median_error(comparisons):.1f}%, of "
-        f"{sum(abs(cell.error) < 0.05 for cell in cells)} of them below 5%. Kendall's tau between "
-        f"predicted and published step times, median over the examples: {median(taus):.2f}.\n"
+        f"{len(cells)} cells of {len(comparisons)} examples, bf16, `none`, `layer`, `interval2` "
+        f"and `seg2-stride4`: the median error of the peak is {error}, and {near} are off by less "
+        "than 5%. Kendall's tau between predicted and published step times, median over the "
+        f"examples: {median(taus):.2f}.\n"
     )
 
 
@@ -54,8 +67,8 @@ def section(found: Comparison) -> str:
         ]
     lines += [
         "",
-        "| precision | mode | published GiB | predicted GiB | error | published s | predicted s | [why](#why) |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        f"| {' | '.join(COLUMNS)} |",
+        f"| --- | --- |{' ---: |' * 5} --- |",
         *map(_row, found.cells),
         "",
     ]

@@ -71,10 +71,14 @@ def units_of(profile: Profile, stacks: Iterable[StackReport]) -> list[Unit]:
     return units
 
 
-def levels(profile: Profile) -> list[int]:
-    """Bytes alive before each block and after the last, with nothing recomputed and no glue."""
+def levels(profile: Profile) -> tuple[list[int], list[int]]:
+    """Bytes alive with nothing recomputed: before each block and after the last, in forward; and
+    before each block in backward, gradients not counted.
+    """
     plain = [Unit((at,)) for at in range(len(profile.blocks))]
-    return _Step(profile, _Values.of(profile), plain).forward()
+    step = _Step(profile, _Values.of(profile), plain)
+    forward = step.forward()
+    return forward, step.backward()
 
 
 def compose(profile: Profile, units: Sequence[Unit]) -> Composed:
@@ -100,34 +104,49 @@ class Composer:
 class _Values:
     """What is the same for all schedules of a profile.
 
-    given: values that no block makes, with their bytes. last_use: value -> the last block that
-    takes or gives it. shared: bytes of the gradients of given values that several blocks take.
+    arriving: for each block, the values that it takes first and no block makes, with their bytes.
+    first_use and last_use: value -> the first and last block that takes or gives it. shared: bytes
+    of the gradients of such values that several blocks take.
     """
 
-    given: dict[int, int]
+    arriving: tuple[dict[int, int], ...]
+    first_use: dict[int, int]
     last_use: dict[int, int]
     shared: int
 
     @classmethod
     def of(cls, profile: Profile) -> "_Values":
         made = {value for block in profile.blocks for value in block.gives}
-        given: dict[int, int] = {}
+        arriving: list[dict[int, int]] = [{} for _ in profile.blocks]
+        first_use: dict[int, int] = {}
         last_use: dict[int, int] = {}
         uses: Counter[int] = Counter()
         gradients: dict[int, int] = {}
         for at, block in enumerate(profile.blocks):
             kind = profile.kinds[block.kind]
             for value in (*block.takes, *block.gives):
+                first_use.setdefault(value, at)
                 last_use[value] = at
             for value, size, gradient in zip(
                 block.takes, kind.takes, kind.takes_gradient, strict=True
             ):
                 uses[value] += 1
                 if value not in made:
-                    given[value] = size
+                    arriving[first_use[value]].setdefault(value, size)
                     gradients[value] = size * gradient
         shared = sum(size for value, size in gradients.items() if uses[value] > 1)
-        return cls(given, last_use, shared)
+        return cls(tuple(arriving), first_use, last_use, shared)
+
+
+def gradient_of(profile: Profile, at: int) -> int:
+    """Bytes of the gradients of what a block gives."""
+    kind = profile.kinds[profile.blocks[at].kind]
+    return sum(s for s, g in zip(kind.gives, kind.gives_gradient, strict=True) if g)
+
+
+def shared_gradients(profile: Profile) -> int:
+    """Bytes of the gradients of values that several blocks take and none makes."""
+    return _Values.of(profile).shared
 
 
 class _Step:
@@ -172,13 +191,15 @@ class _Step:
         """Go through the forward; the levels before each block, and after all of them."""
         profile = self.profile
         entered = []
-        for value, size in self.values.given.items():
-            self._arrive(value, size)
+        for value in profile.between:  # what lies between the blocks is one more holder
+            self._holders[value] += 1
         for unit in self.units:
             holding: list[int] = []
             for at in unit.blocks:
                 self._reach(profile.glue[at].forward_peak, "before the blocks" if at == 0 else "")
                 self.level += profile.glue[at].kept
+                for value, size in self.values.arriving[at].items():
+                    self._arrive(value, size)
                 block = profile.blocks[at]
                 run = self._run(unit, at)
                 entered.append(self.level)
@@ -214,6 +235,8 @@ class _Step:
         block = self.profile.blocks[at]
         run = self._run(unit, at)
         first = at == unit.blocks[0]
+        if unit.covered and not self._differentiable(unit):
+            return []
         if unit.covered:
             made = {v for b in unit.blocks for v in self.profile.blocks[b].gives}
             takes = [v for v in block.takes if first or v not in made]
@@ -221,20 +244,28 @@ class _Step:
         taken = [v for v, held in zip(block.takes, run.holds, strict=True) if held]
         return taken + [v for v, held in zip(block.gives, run.results, strict=True) if held]
 
+    def _differentiable(self, unit: Unit) -> bool:
+        """Whether backward comes to a unit at all: not to frozen blocks with frozen inputs."""
+        kinds = (self.profile.kinds[self.profile.blocks[at].kind] for at in unit.blocks)
+        return any(any(kind.gives_gradient) for kind in kinds)
+
     # -- backward --------------------------------------------------------------------------
 
-    def backward(self) -> None:
+    def backward(self) -> list[int]:
+        """Go through the backward; the levels before each block, gradients not counted."""
         profile = self.profile
+        begun = [0] * len(profile.blocks)
         head = profile.glue[-1]
         self._reach(head.backward_peak, "the loss")
-        self.level -= head.kept
+        self.level -= head.freed
         shared = 0
         for unit, holding in zip(reversed(self.units), reversed(self._holding), strict=True):
             last = profile.blocks[unit.blocks[-1]]
+            begun[unit.blocks[-1]] = self.level
             self.level += shared
-            if unit.covered:
+            if unit.covered and self._differentiable(unit):
                 self._covered_backward(unit)
-            else:
+            elif not unit.covered:
                 run = self._run(unit, unit.blocks[0])
                 self._reach(run.backward_peak, f"backward of {last.stack} {last.index}")
                 self.level -= run.own
@@ -244,16 +275,19 @@ class _Step:
                 self._holders[value] -= 1
             for at in unit.blocks:
                 block = profile.blocks[at]
-                for value in (*block.takes, *block.gives):
+                for value in {*block.takes, *block.gives}:
+                    if value in profile.between and self.values.first_use[value] == at:
+                        self._holders[value] -= 1
                     self._leave(value, len(profile.blocks) + 1)
                 if not profile.accumulates:
                     self.gradients += profile.kinds[block.kind].trained
                 glue = profile.glue[at]
                 self._reach(glue.backward_peak, "between the blocks")
-                self.level -= glue.kept
+                self.level -= glue.freed
         self.level = 0
         self.gradients = profile.trained
         self._reach(profile.stepping, "the optimizer's step")
+        return begun
 
     def _covered_backward(self, unit: Unit) -> None:
         """Recompute the blocks of a segment, then go back through them."""
@@ -261,7 +295,7 @@ class _Step:
         before = self.level
         first = profile.blocks[unit.blocks[0]]
         name = f"segment {first.stack} {first.index}"
-        gradient = self._gradient_of(unit.blocks[-1])
+        gradient = gradient_of(profile, unit.blocks[-1])
         if unit.inputs_on_cpu:
             kind = profile.kinds[first.kind]
             self.level += sum(
@@ -288,10 +322,6 @@ class _Step:
             self._reach(plain.backward_peak, f"backward of {name}")
             self.level -= grown + self._run(unit, at).own
         self.level = before - sum(self._run(unit, at).own for at in unit.blocks)
-
-    def _gradient_of(self, at: int) -> int:
-        kind = self.profile.kinds[self.profile.blocks[at].kind]
-        return sum(s for s, g in zip(kind.gives, kind.gives_gradient, strict=True) if g)
 
     def _handed_on(self, at: int) -> int:
         """Bytes of the results of a block that it or the next one keeps in a recompute."""

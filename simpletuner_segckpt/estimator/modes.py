@@ -7,7 +7,7 @@ from typing import Any
 from ..config_schema import PREFIX, CheckpointingConfig
 from ..family import Family
 from ..planning import make_report, problems
-from ..report import Report
+from ..report import UNITS, Report
 from ..settings import Settings
 from .composing import Composed, compose, units_of
 from .records import Profile
@@ -42,6 +42,20 @@ def settings_with(settings: Settings, keys: Mapping[str, Any]) -> Settings:
     return replace(settings, checkpointing=CheckpointingConfig.model_validate(dict(keys)))
 
 
+def planned(profile: Profile, family: Family, settings: Settings) -> Report:
+    """The schedule of every stack of a measured model.
+
+    Of units it is known here what they keep, since they have run.
+    """
+    report = make_report(settings, family, profile.counts)
+    kept = settings.checkpointing.keep
+    stacks = (
+        replace(stack, kept=kept) if stack.path == UNITS and stack.segments else stack
+        for stack in report.stacks
+    )
+    return replace(report, stacks=tuple(stacks))
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A mode that was composed, or why it cannot be carried out."""
@@ -58,7 +72,7 @@ def estimate(
 ) -> Estimate:
     """One mode on a measured model, under the conditions that the trainer's config brings."""
     changed = settings_with(settings, keys)
-    report = make_report(changed, family, profile.counts)
+    report = planned(profile, family, changed)
     for finding in problems(changed, family, family.title, report):
         if finding.severity == "error":
             return Estimate(mode, keys, report, None, finding.message)

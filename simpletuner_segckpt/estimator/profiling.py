@@ -152,6 +152,7 @@ class _Recorder:
         self.entered: list[Event] = []
         self.left: list[Event] = []
         self.head: Event | None = None
+        self.alive: frozenset[int] = frozenset()  # values, when the forward is over
         self.into: dict[int, Event] = {}  # block -> where its backward begins
         self.out_of: dict[int, Event] = {}  # block -> where it ends
         self.end: Event | None = None
@@ -175,6 +176,10 @@ class _Recorder:
             self._count += 1
         return self._numbers[storage]
 
+    def numbers(self) -> frozenset[int]:
+        """The values that are alive."""
+        return frozenset(self._numbers.values())
+
     def watch(self, place: Place) -> list[Any]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             values: dict[int, int] = {}
@@ -190,7 +195,7 @@ class _Recorder:
                 if leaf.requires_grad and number not in self.made:
                     self.made.add(number)
                     self.between.add(at)
-                    leaf.register_hook(lambda gradient: self._passed(self.out_of, at, last=True))
+                    leaf.register_hook(lambda gradient: self._passed(self.out_of, at))
                 value = values.setdefault(number, len(values))
                 shape, stride = tuple(leaf.shape), tuple(leaf.stride())
                 return Hole(shape, stride, leaf.dtype, leaf.requires_grad, value)
@@ -215,13 +220,13 @@ class _Recorder:
             place.module.register_forward_hook(leave, with_kwargs=True),
         ]
 
-    def _passed(self, events: dict[int, Event], at: int, last: bool = False) -> None:
-        if last or at not in events:
-            event = self.event()
-            before = events.get(at)
-            if before:
-                event = Event(event.level, max(before.peak, event.peak), before.work + event.work)
-            events[at] = event
+    def _passed(self, events: dict[int, Event], at: int) -> None:
+        """A gradient is complete; the last one of a block is where its backward begins, or ends."""
+        event = self.event()
+        before = events.get(at)
+        if before:
+            event = Event(event.level, max(before.peak, event.peak), before.work + event.work)
+        events[at] = event
 
 
 def _recorded(model: Any, places: Sequence[Place], work: Workload) -> _Recorder:
@@ -237,6 +242,7 @@ def _recorded(model: Any, places: Sequence[Place], work: Workload) -> _Recorder:
         del inputs
         cuda.forget()
         recorder.head = recorder.event()
+        recorder.alive = recorder.numbers()
         fakes.backward([loss])
         recorder.end = recorder.event()
     for parameter in model.parameters():
@@ -269,7 +275,19 @@ def _measured(recorder: _Recorder, work: Workload) -> Profile:
         place = call.place
         blocks.append(Block(place.stack, place.index, known[key], call.takes, call.gives))
     bare = tuple(Glue() for _ in range(len(blocks) + 1))
-    found = Profile(tuple(kinds), tuple(blocks), bare, weights=0, trained=0, states=0)
+    held = {
+        value
+        for block in blocks
+        for value, held in (
+            *zip(block.takes, kinds[block.kind].run(treatments.PLAIN).holds, strict=True),
+            *zip(block.gives, kinds[block.kind].run(treatments.PLAIN).results, strict=True),
+        )
+        if held
+    }
+    between = recorder.alive - held
+    found = Profile(
+        tuple(kinds), tuple(blocks), bare, weights=0, trained=0, states=0, between=between
+    )
     return replace(found, glue=_glue(found, recorder))
 
 
@@ -306,8 +324,8 @@ def _glue(found: Profile, recorder: _Recorder) -> tuple[Glue, ...]:
     """What the step had beside its blocks: the difference to what the blocks add up to."""
     assert recorder.head is not None
     assert recorder.end is not None
-    levels = composing.levels(found)
-    glue = []
+    levels, _ = composing.levels(found)
+    glue: list[Glue] = []
     extra = 0
     count = len(found.blocks)
     for at in range(count + 1):
@@ -328,7 +346,30 @@ def _glue(found: Profile, recorder: _Recorder) -> tuple[Glue, ...]:
                 backward=below.work,
             )
         )
+    for at, freed in enumerate(_freed(replace(found, glue=tuple(glue)), recorder)):
+        glue[at] = replace(glue[at], freed=freed)
     return tuple(glue)
+
+
+def _freed(found: Profile, recorder: _Recorder) -> list[int]:
+    """By how much the backward of the glue lowers the level, from the levels between blocks.
+
+    Where no gradient comes by, all that is left goes at the end.
+    """
+    _, begun = composing.levels(found)
+    left = sum(part.kept for part in found.glue)
+    freed = [0] * len(found.glue)
+    gradients = shared = done = 0
+    for at in reversed(range(len(found.blocks))):
+        event = recorder.into.get(at)
+        if event is not None:
+            there = event.level - composing.gradient_of(found, at) - gradients - shared
+            freed[at + 1] = begun[at] - done - there
+            done += freed[at + 1]
+            gradients += found.kinds[found.blocks[at].kind].trained
+            shared = composing.shared_gradients(found)
+    freed[0] = left - done
+    return freed
 
 
 def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> Profile:
@@ -346,6 +387,7 @@ def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> 
     current: dict[int, int] = {}
     blocks: list[Block] = []
     glue: list[Glue] = []
+    between: set[int] = set()
     for place in order:
         at = at_of.get(id(place.module), -1)
         own = at >= 0
@@ -373,11 +415,19 @@ def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> 
                 gives_.append(fresh)
                 fresh += 1
             current[value] = gives_[-1]
+        originals = (*call.takes, *call.gives)
+        new = (*takes, *gives_)
+        between |= {n for o, n in zip(originals, new, strict=True) if o in small.between}
         blocks.append(
             Block(place.stack, place.index, small.blocks[at].kind, tuple(takes), tuple(gives_))
         )
         glue.append(small.glue[at])
-    return replace(small, blocks=tuple(blocks), glue=(*glue, small.glue[-1]))
+    return replace(
+        small,
+        blocks=tuple(blocks),
+        glue=(*glue, small.glue[-1]),
+        between=frozenset(between),
+    )
 
 
 def with_weights(found: Profile, model: nn.Module, work: Workload) -> Profile:

@@ -90,11 +90,13 @@ class Block:
 class Glue:
     """What runs before a block, or after the last one.
 
-    kept: bytes more that are alive after it (fewer, if negative). forward_peak and backward_peak:
-    above what was alive when it began.
+    kept: bytes more that are alive after it (fewer, if negative), for backward or just because the
+    model still refers to them. freed: bytes fewer after its backward. forward_peak and
+    backward_peak: above what was alive when it began.
     """
 
     kept: int = 0
+    freed: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     forward: Work = Work()
@@ -108,7 +110,7 @@ class Profile:
     weights: bytes of the frozen and trained parameters and buffers on the accelerator. trained:
     bytes of the gradients of all trained parameters. states: bytes of optimizer state. stepping:
     bytes that the optimizer needs for the time of its step. linear: bytes of frozen linear layers
-    as they are before quantization.
+    as they are before quantization. between: values that are kept by what lies between the blocks.
     """
 
     kinds: tuple[Kind, ...]
@@ -119,6 +121,7 @@ class Profile:
     states: int
     stepping: int = 0
     linear: int = 0
+    between: frozenset[int] = frozenset()
     accumulates: bool = False
 
     @property

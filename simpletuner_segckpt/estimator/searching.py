@@ -20,7 +20,7 @@ from ..schedule import make_schedules
 from ..settings import Settings
 from .cards import Card
 from .composing import Composed, Composer, units_of
-from .modes import settings_with
+from .modes import planned, settings_with
 from .records import Profile, Work
 from .timing import Time, seconds, time_of
 from .treatments import COVERED, FFN, INPUTS, OFFLOAD, PLAIN
@@ -120,7 +120,7 @@ class Search:
 
     def _compose(self, candidate: Candidate) -> Found:
         settings = settings_with(self.settings, candidate.keys)
-        report = make_report(settings, self.family, self.profile.counts)
+        report = planned(self.profile, self.family, settings)
         units = units_of(self.profile, report.stacks)
         found = self._composed.get(key := str(units))
         if found is None:

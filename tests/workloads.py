@@ -1,0 +1,37 @@
+"""Real models at real size for the tests of the estimator."""
+
+from dataclasses import replace
+from functools import cache
+
+from simpletuner_segckpt.estimator.profiling import profile
+from simpletuner_segckpt.estimator.workload import Workload
+from simpletuner_segckpt.registry import FamilyRegistry
+
+REGISTRY = FamilyRegistry.shipped()
+
+
+def workload(name, flavour=None, **changes):
+    """A family's published size, LoRA of rank 16 in bf16, at the family's usual resolution."""
+    family = REGISTRY.find(name, flavour)
+    training = family.training
+    width, height = training.resolution
+    made = Workload(
+        family,
+        family.classes[0],
+        family.config_of_size(family.size(flavour)),
+        width=width,
+        height=height,
+        frames=training.frames,
+        targets=training.targets,
+    )
+    return replace(made, **changes | {"config": made.config | changes.get("config", {})})
+
+
+@cache
+def _profiled(name, flavour, changes):
+    return profile(workload(name, flavour, **dict(changes)))
+
+
+def profiled(name, flavour=None, **changes):
+    """The profile of ``workload``, made once in a process."""
+    return _profiled(name, flavour, tuple(sorted(changes.items())))
