@@ -28,6 +28,7 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/validate_start.py
+	$(BIN)/python benchmarks/estimate_cost.py
 	$(BIN)/python benchmarks/layer_overhead.py
 	$(BIN)/python benchmarks/keep_attention.py
 

@@ -93,7 +93,7 @@ def estimate_config(
             _traced(read, keys) if name in traced else None,
         )
 
-    own = settings.checkpointing.model_dump(by_alias=True)
+    own = settings.checkpointing.model_dump(by_alias=True, exclude_defaults=True)
     found.rows.append(row(OWN, own))
     found.rows.extend(row(name, keys_of(name)) for name in modes)
     return found

@@ -96,6 +96,15 @@ def test_the_parts_of_a_peak_add_up():
         assert min(parts) >= 0
 
 
+def test_what_a_segment_recomputes_is_no_part_of_what_is_kept():
+    found, family = profiled("lumina2"), workload("lumina2").family
+    kept = {
+        name: composed(found, family, config).kept
+        for name, config in (("layer", LAYER), ("wide", INTERVAL2), ("stride", STRIDE))
+    }
+    assert kept["wide"] < kept["layer"] < kept["stride"]
+
+
 def test_recompute_is_the_forward_of_what_is_covered():
     found, family = profiled("lumina2"), workload("lumina2").family
     none, layer = composed(found, family, NONE), composed(found, family, LAYER)

@@ -6,6 +6,7 @@ freed, after what it recomputes. Values that blocks hand on are counted once, ho
 them. See docs/estimator.md for what this leaves out.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ class _Step:
         self.kept_at_peak = 0
         self.gradients_at_peak = 0
         self.where = ""
+        self._kept = math.inf  # while a unit is gone back through: what was kept until then
         self.gradients = profile.trained if profile.accumulates else 0
         self._alive: dict[int, int] = {}
         self._holders: Counter[int] = Counter()
@@ -181,7 +183,7 @@ class _Step:
     def _reach(self, extra: int, where: str) -> None:
         if self.level + extra + self.gradients > self.peak:
             self.peak = self.level + extra + self.gradients
-            self.kept_at_peak = self.level
+            self.kept_at_peak = int(min(self.level, self._kept))
             self.gradients_at_peak = self.gradients
             self.where = where
 
@@ -261,7 +263,7 @@ class _Step:
         shared = 0
         for unit, holding in zip(reversed(self.units), reversed(self._holding), strict=True):
             last = profile.blocks[unit.blocks[-1]]
-            begun[unit.blocks[-1]] = self.level
+            begun[unit.blocks[-1]] = self._kept = self.level
             self.level += shared
             if unit.covered and self._differentiable(unit):
                 self._covered_backward(unit)
@@ -284,7 +286,7 @@ class _Step:
                 glue = profile.glue[at]
                 self._reach(glue.backward_peak, "between the blocks")
                 self.level -= glue.freed
-        self.level = 0
+        self.level = self._kept = 0
         self.gradients = profile.trained
         self._reach(profile.stepping, "the optimizer's step")
         return begun
