@@ -8,7 +8,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from .keys import _Keys
-from .spelling import json_value, path, real_number, switch, whole_number, word
+from .spelling import json_value, one_of, path, real_number, switch, whole_number, word
+
+RESOLUTION_TYPES = ("pixel", "area", "pixel-area")
+MODEL_TYPES = ("lora", "full")
+LORA_TYPES = ("standard", "lycoris")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 class TrainingKeys(_Keys):
@@ -17,16 +22,16 @@ class TrainingKeys(_Keys):
     train_batch_size: Annotated[int | None, BeforeValidator(whole_number(1, "samples"))] = None
     gradient_accumulation_steps: Annotated[int, BeforeValidator(whole_number(1, "steps"))] = 1
     resolution: Annotated[float | None, BeforeValidator(real_number)] = None
-    resolution_type: Annotated[str, BeforeValidator(word)] = "pixel_area"
+    resolution_type: Annotated[str, BeforeValidator(one_of(RESOLUTION_TYPES))] = "pixel-area"
     num_frames: Annotated[int | None, BeforeValidator(whole_number(1, "frames"))] = None
     data_backend_config: Annotated[Any, BeforeValidator(json_value)] = None
-    model_type: Annotated[str, BeforeValidator(word)] = "lora"
-    lora_type: Annotated[str, BeforeValidator(word)] = "standard"
+    model_type: Annotated[str, BeforeValidator(one_of(MODEL_TYPES))] = "lora"
+    lora_type: Annotated[str, BeforeValidator(one_of(LORA_TYPES))] = "standard"
     lora_rank: Annotated[int | None, BeforeValidator(whole_number(1, "the rank of LoRA"))] = None
     lora_dropout: Annotated[float | None, BeforeValidator(real_number)] = None
     peft_lora_target_modules: Annotated[Any, BeforeValidator(json_value)] = None
     lycoris_config: Annotated[Any, BeforeValidator(json_value)] = None
-    mixed_precision: Annotated[str, BeforeValidator(word)] = "bf16"
+    mixed_precision: Annotated[str, BeforeValidator(one_of(PRECISIONS))] = "bf16"
     base_model_precision: Annotated[str, BeforeValidator(word)] = "no_change"
     optimizer: Annotated[str | None, BeforeValidator(word)] = None
     use_ema: Annotated[bool, BeforeValidator(switch())] = False

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
         SegmentBroken,
         UnknownFamily,
         UnsupportedModel,
+        WorkloadError,
     )
+    from .estimate import estimate_config
     from .family import Family
     from .install import Installation, apply, remove
+    from .plan import plan_config
     from .probing import probe
     from .registry import FamilyRegistry
 
@@ -35,7 +38,10 @@ _HOMES = {
     "SegmentBroken": "errors",
     "UnknownFamily": "errors",
     "UnsupportedModel": "errors",
+    "WorkloadError": "errors",
     "apply": "install",
+    "estimate_config": "estimate",
+    "plan_config": "plan",
     "probe": "probing",
     "remove": "install",
 }
@@ -51,7 +57,10 @@ __all__ = [
     "SegmentBroken",
     "UnknownFamily",
     "UnsupportedModel",
+    "WorkloadError",
     "apply",
+    "estimate_config",
+    "plan_config",
     "probe",
     "remove",
 ]

@@ -19,7 +19,7 @@ from .estimator.timing import Time, time_of
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import ConfigSource, Settings, load_settings
-from .validate import printable
+from .validate import PRINTERS, Checked, printable
 
 GIB = 1 << 30
 WIDTH = 120  # columns that the table needs, also where no terminal says how many there are
@@ -95,7 +95,8 @@ def estimate_config(
 
     own = settings.checkpointing.model_dump(by_alias=True, exclude_defaults=True)
     found.rows.append(row(OWN, own))
-    found.rows.extend(row(name, keys_of(name)) for name in modes)
+    asked = dict.fromkeys([*modes, *(name for name in traced if name != OWN)])
+    found.rows.extend(row(name, keys_of(name)) for name in asked)
     return found
 
 
@@ -208,10 +209,11 @@ def print_json(found: Estimates) -> None:
     print(json.dumps(document, indent=2))
 
 
-def print_findings(error: ConfigError) -> int:
-    """Print what is wrong with a config; the exit code."""
-    print("\n".join(printable(str(finding)) for finding in error.findings))
-    return 2 if any(finding.rule == "unreadable" for finding in error.findings) else 1
+def print_findings(config: str, error: ConfigError, form: str = "text") -> int:
+    """Print what is wrong with a config as ``validate`` does; the exit code."""
+    checked = Checked(config, list(error.findings))
+    PRINTERS[form]([checked])
+    return checked.exit_code
 
 
 def add_workload_options(made: argparse.ArgumentParser) -> None:
@@ -237,15 +239,15 @@ def overrides_of(options: argparse.Namespace) -> Overrides:
     """What the options of ``add_workload_options`` say."""
     width, height = options.resolution or (None, None)
     return Overrides(
-        options.family,
-        options.size,
-        options.model,
-        options.batch,
-        width,
-        height,
-        options.frames,
-        options.text,
-        options.rank,
+        family=options.family,
+        size=options.size,
+        model=options.model,
+        batch=options.batch,
+        width=width,
+        height=height,
+        frames=options.frames,
+        text=options.text,
+        rank=options.rank,
     )
 
 
@@ -257,7 +259,10 @@ def _positive(text: str) -> int:
 
 def _pixels(text: str) -> tuple[int, int]:
     width, _, height = text.lower().partition("x")
-    return _positive(width), _positive(height or width)
+    try:
+        return _positive(width), _positive(height or width)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 832x480, or 512") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -309,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traced=modes_in(options.trace),
         )
     except ConfigError as error:
-        return print_findings(error)
+        return print_findings(options.config, error, options.output_format)
     except (UnknownFamily, FamilyError, WorkloadError) as error:
         return refuse("estimate", printable(str(error)))
     (print_json if options.output_format == "json" else print_text)(found)

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config_schema import CHECKPOINTING_KEYS
+from .conditions import config_conditions
+from .config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
 from .configedit import write_keys
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from .estimate import GIB, add_workload_options, describe, overrides_of, print_findings
 from .estimator.cards import Card, card, cards
 from .estimator.reading import Overrides, Read, read_workload
+from .estimator.timing import time_of
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import ConfigSource, load_settings
@@ -26,7 +28,7 @@ if TYPE_CHECKING:  # it imports torch
     from .estimator.searching import Found
 
 CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
-MARGIN = 0.05  # of the budget: the estimator's largest error on what it was built for
+MARGIN = 0.05  # of the budget: twice the estimator's median error, see docs/estimator.md
 FASTER = 0.98  # another step is worth mentioning when it takes this share of the time, or less
 DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
 
@@ -35,13 +37,14 @@ DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when
 class Plan:
     """What ``segckpt plan`` prints. Bytes and seconds.
 
-    enabled: whether the config has checkpointing on.
+    conditions: why blocks run one by one. enabled: whether the config has checkpointing on.
     budget: of the card. usable: what of it the peak may reach. found: the fastest that fits.
     next: of what is faster, the one with the least peak. least: the least peak of all, given when
     nothing fits. none: seconds of a step that recomputes nothing.
     """
 
     read: Read
+    conditions: tuple[str, ...]
     enabled: bool
     card: Card
     budget: float
@@ -71,20 +74,35 @@ def plan_config(
     from .estimator.searching import Search
 
     settings = load_settings(config)
+    conditions = config_conditions(settings.trainer)
+    for condition in conditions:
+        if condition.off:
+            raise WorkloadError(f"there is nothing to plan, since {condition}")
+    usable = budget * (1 - margin) - CONTEXT
+    if usable <= 0:
+        raise WorkloadError(
+            f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
+        )
     read = read_workload(settings, registry or FamilyRegistry.default(), overrides)
-    enabled = settings.checkpointing.enabled
     chosen = on or card(DEFAULT_CARD)
     measured = profile(read.workload)
     if not measured.blocks:
         raise WorkloadError(f"{read.workload.family.title} has no blocks that could be scheduled")
     search = Search(measured, read.workload.family, settings, chosen)
-    usable = budget * (1 - margin) - CONTEXT
-    none = next(c.seconds for c in search.candidates if c.keys == {CHECKPOINTING_KEYS[0]: False})
+    none = next(c.seconds for c in search.candidates if c.keys == {PREFIX: False})
     found = search.fastest(usable)
-    if found is None:
-        return Plan(read, enabled, chosen, budget, usable, none, None, least=search.smallest())
-    faster = search.smallest(faster_than=found.seconds * FASTER)
-    return Plan(read, enabled, chosen, budget, usable, none, found, next=faster)
+    return Plan(
+        read=read,
+        conditions=tuple(map(str, conditions)),
+        enabled=settings.checkpointing.enabled,
+        card=chosen,
+        budget=budget,
+        usable=usable,
+        none=none,
+        found=found,
+        next=search.smallest(faster_than=found.seconds * FASTER) if found else None,
+        least=None if found else search.smallest(),
+    )
 
 
 def keys_to_write(keys: Mapping[str, Any], enabled: bool = True) -> dict[str, Any]:
@@ -92,11 +110,11 @@ def keys_to_write(keys: Mapping[str, Any], enabled: bool = True) -> dict[str, An
 
     enabled: whether the file has checkpointing on, so that its switch can stay as it is.
     """
-    settings = ("offload_pin_memory_max_buckets", "offload_prefetch")
-    kept = {f"{CHECKPOINTING_KEYS[0]}_{name}" for name in settings}
-    offloads = any(word in str(dict(keys)) for word in ("offload", "unsloth"))
+    kept = {f"{PREFIX}_offload_pin_memory_max_buckets", f"{PREFIX}_offload_prefetch"}
+    config = CheckpointingConfig.model_validate(dict(keys))
+    offloads = config.offload_attention or config.inputs_on_cpu
     return {
-        **({} if enabled else {CHECKPOINTING_KEYS[0]: True}),
+        **({} if enabled else {PREFIX: True}),
         **{key: None for key in CHECKPOINTING_KEYS[1:] if not (offloads and key in kept)},
         **keys,
     }
@@ -121,22 +139,18 @@ def print_text(plan: Plan) -> None:
         print(f"  {json.dumps(dict(plan.least.keys))}")
         for line in advice(plan):
             print(f"  {line}")
+    for condition in plan.conditions:
+        print(printable(f"note: {condition}"))
     for line in plan.read.assumed:
         print(printable(f"note: assumed: {line}"))
     for line in plan.read.ignored:
         print(printable(f"note: not modelled: {line}"))
     print(f"note: times are predictions for {plan.card.title}, not measurements")
-    if plan.found and _launch_bound(plan):
+    if plan.found and time_of(plan.found.step, plan.card).launch_bound:
         print(
             "note: launching the kernels takes longer there than running them, so the order of "
             "times comes from the number of kernels, not from FLOPs"
         )
-
-
-def _launch_bound(plan: Plan) -> bool:
-    from .estimator.timing import time_of
-
-    return plan.found is not None and time_of(plan.found.step, plan.card).launch_bound
 
 
 def _line(what: str, found: "Found", none: float) -> str:
@@ -214,7 +228,7 @@ def print_json(plan: Plan) -> None:
     print(json.dumps(document, indent=2))
 
 
-def _memory(text: str) -> float:
+def memory(text: str) -> float:
     """Bytes of ``24GiB``, ``24GB`` (powers of 1000) or ``24`` (GiB)."""
     units = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", text.lower())
@@ -239,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_workload_options(made)
     made.add_argument(
-        "--budget", type=_memory, metavar="24GiB", help="memory of the card; --gpu knows its own"
+        "--budget", type=memory, metavar="24GiB", help="memory of the card; --gpu knows its own"
     )
     made.add_argument(
         "--margin",
@@ -278,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write and plan.found:
             backup = write_keys(options.config, keys_to_write(plan.found.keys, plan.enabled))
     except ConfigError as error:
-        return print_findings(error)
+        return print_findings(options.config, error, options.output_format)
     except (UnknownFamily, FamilyError, WorkloadError) as error:
         return refuse("plan", printable(str(error)))
     (print_json if options.output_format == "json" else print_text)(plan)

@@ -98,15 +98,17 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
 
 def read_keys(model: type[Keys], file: ConfigFile) -> Keys:
     """Other keys of a trainer's config. Raises ``ConfigError`` with what is wrong with them."""
-    names = [field.alias or name for name, field in model.model_fields.items()]
-    values = {
-        name: file.values[written(file, name)]
-        for name in names
-        if written(file, name) in file.values
-    }
     findings: list[Finding] = []
-    keys = _validated(model, names, file, values, findings)
-    if keys is None:
+    values: dict[str, Any] = {}
+    for name in model.model_fields:
+        key = written(file, name)
+        if key in file.values:
+            values[name] = file.values[key]
+        if key != name and name in file.values:
+            message = f"is also given as `{name}`; leave one of the two out"
+            findings.append(file.finding("two-spellings", message, key))
+    keys = _validated(model, values, file, values, findings)
+    if keys is None or findings:
         raise ConfigError(findings)
     return keys
 

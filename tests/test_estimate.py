@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -81,6 +80,36 @@ def test_what_a_config_says(config, expected):
     assert {name: getattr(work, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_flavour": "9b"}, "size 1.3b (model_flavour 9b is not known)"),
+        ({"num_frames": 80}, "77 frames, since its VAE takes no 80"),
+        ({"data_backend_config": "no.json"}, "whose file no.json cannot be read: No such file"),
+        ({"peft_lora_target_modules": "all-linear"}, "whose file all-linear cannot be read"),
+        ({"peft_lora_target_modules": {"a": 1}}, "peft_lora_target_modules holds no list"),
+        ({"lora_type": "lycoris", "lycoris_config": [1]}, "lycoris_config holds no object"),
+        ({"optimizer": "sophia"}, "optimizer sophia is not known"),
+    ],
+)
+def test_what_is_not_understood_is_said(config, said):
+    assert said in "\n".join(read(WAN | config).assumed)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"musubi_blocks_to_swap": 4}, "the weights of swapped blocks are counted"),
+        ({"controlnet": True}, "not the ControlNet that is trained"),
+        ({"mixed_precision": "fp16"}, "fp16 is taken as bf16"),
+        ({"base_model_precision": "int8-sdnq"}, "its scales and the workspace"),
+        ({"dynamo_backend": "inductor"}, "compiled blocks save other tensors"),
+    ],
+)
+def test_what_is_not_modelled_is_said(config, said):
+    assert said in "\n".join(read(WAN | config).ignored)
+
+
 def test_options_come_before_the_config():
     work = read(WAN | {"resolution": 512, "lora_rank": 8}, width=832, height=480, rank=4).workload
     assert (work.width, work.height, work.rank) == (832, 480, 4)
@@ -92,6 +121,9 @@ def test_data_sets_and_adapters_in_files_of_their_own(tmp_path):
             [
                 {"id": "text", "dataset_type": "text_embeds"},
                 {"id": "a", "resolution": 480, "video": {"num_frames": 49}},
+                {"id": "off", "resolution": 960, "disabled": True},
+                {"id": "eval", "resolution": 960, "dataset_type": "eval"},
+                {"id": "endless", "resolution": float("inf")},
                 {"id": "b", "resolution": 256, "video": {"num_frames": 121}},
             ]
         )
@@ -134,6 +166,8 @@ def test_a_folder_with_the_model(tmp_path):
         (WAN | {"train_batch_size": 0}, {}, ConfigError, "train_batch_size.*1 or more"),
         (WAN | {"lora_rank": "many"}, {}, ConfigError, 'lora_rank.*"many"'),
         (WAN | {"resolution": "big"}, {}, ConfigError, "resolution"),
+        (WAN | {"mixed_precision": "foo"}, {}, ConfigError, "write one of no, bf16, fp16, fp8"),
+        (WAN | {"lora_type": "dora"}, {}, ConfigError, "write one of standard, lycoris"),
     ],
 )
 def test_what_cannot_be_read(config, overrides, error, said):
@@ -151,6 +185,19 @@ def test_an_adapter_that_fits_nothing():
     config = WAN | {"lora_type": "lycoris", "lycoris_config": lycoris}
     with pytest.raises(WorkloadError, match="fits no layer"):
         profile(read(config).workload)
+
+
+def test_a_preset_of_lycoris_is_for_one_model():
+    def trained(preset):
+        lycoris = {"algo": "lokr", "linear_dim": 10_000, "factor": 2, "apply_preset": preset}
+        config = {"lora_type": "lycoris", "lycoris_config": lycoris, "resolution": 64}
+        return profile(read(WAN | config, frames=5).workload).trained
+
+    plain = {"target_module": ["WanAttention"]}
+    first = trained(plain)
+    factors = {"module_algo_map": {"WanAttention": {"factor": 16}}}
+    assert trained(plain | factors) < first
+    assert trained(plain) == first
 
 
 # -- estimate ---------------------------------------------------------------------------------
@@ -191,7 +238,7 @@ def test_the_command_says_what_it_rests_on(tmp_path, capsys):
 
 def test_the_command_for_machines(tmp_path, capsys):
     path = written(tmp_path, WAN)
-    options = [path, *SMALL, "--modes", "layer", "--output-format", "json", "--trace", "layer"]
+    options = [path, *SMALL, "--modes", "", "--output-format", "json", "--trace", "layer"]
     assert estimate.main(options) == 0
     document = json.loads(capsys.readouterr().out)
     own, layer = document["modes"]
@@ -210,18 +257,21 @@ def test_the_command_for_machines(tmp_path, capsys):
         (["CONFIG", "--family", "flx"], 2, "did you mean `flux`?"),
         (["CONFIG", "--size", "9b"], 2, "has the sizes"),
         (["BROKEN"], 1, "gradient_checkpointing_interval"),
+        (["CONFIG", "--resolution", "1"], 2, "does not take these settings"),
+        (["TWICE"], 1, "`--lora_rank` is also given as `lora_rank`"),
     ],
 )
 def test_what_estimate_refuses(tmp_path, capsys, arguments, code, said):
     files = {
         "CONFIG": written(tmp_path, WAN),
+        "TWICE": written(tmp_path, WAN | {"lora_rank": 4, "--lora_rank": 8}, "twice.json"),
         "BROKEN": written(tmp_path, WAN | {"gradient_checkpointing_interval": 0}, "broken.json"),
     }
     assert estimate.main([files.get(a, a) for a in arguments]) == code
     captured = capsys.readouterr()
-    lines = (captured.out + captured.err).strip().splitlines()
-    assert len(lines) == 1
-    assert said in lines[0]
+    first, *rest = (captured.out + captured.err).strip().splitlines()
+    assert said in first
+    assert rest in ([], ["1 error, 0 warnings"])
 
 
 def test_a_condition_is_heeded_and_said(tmp_path, capsys):
@@ -242,18 +292,19 @@ def test_data_files():
 # -- plan -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def searched():
-    family = workload("lumina2").family
-    config = {"num_layers": 5}
-    work = replace(workload("lumina2", width=512, height=512), config=family.sizes["2.0"] | config)
-    return work, Search(profile(work), family, load_settings({}), card("h100"))
-
-
-def test_the_search_is_exact(searched):
+@pytest.mark.parametrize(
+    ("name", "flavour", "layers", "config"),
+    [
+        ("lumina2", None, {"num_layers": 5}, {}),
+        ("wan", "1.3b", {"num_layers": 4}, {"musubi_blocks_to_swap": 2}),  # one by one
+    ],
+    ids=["segments", "per-block"],
+)
+def test_the_search_is_exact(name, flavour, layers, config):
     """Against all candidates, composed one by one."""
-    _, search = searched
-    everything = [search._compose(candidate) for candidate in search.candidates]
+    work = workload(name, flavour, width=256, height=256, config=layers)
+    search = Search(profile(work), work.family, load_settings(config), card("h100"))
+    everything = [search.compose(candidate) for candidate in search.candidates]
     for candidate, found in zip(search.candidates, everything, strict=True):
         assert found.seconds == pytest.approx(candidate.seconds, rel=1e-9)
         assert candidate.bound <= found.step.peak
@@ -338,11 +389,17 @@ def test_what_is_planned_is_what_is_estimated(tmp_path, capsys):
         (["CONFIG"], "pass --budget, as 24GiB, or --gpu"),
         (["-", "--budget", "8", "--write"], "--write needs a file"),
         (["CONFIG", "--budget", "8", "--family", "nosuch"], "no model family is called"),
+        (["CONFIG", "--budget", "0.1"], "of 0.10 GiB nothing is left"),
+        (["FSDP", "--budget", "8"], "there is nothing to plan, since fsdp"),
     ],
 )
 def test_what_plan_refuses(tmp_path, capsys, arguments, said):
-    config = written(tmp_path, WAN)
-    assert plan.main([config if a == "CONFIG" else a for a in arguments]) == 2
+    fsdp = {"fsdp_enable": True, "fsdp_activation_checkpointing": True}
+    files = {
+        "CONFIG": written(tmp_path, WAN),
+        "FSDP": written(tmp_path, WAN | fsdp, "fsdp.json"),
+    }
+    assert plan.main([files.get(a, a) for a in arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -355,9 +412,9 @@ def test_no_amount_of_memory(tmp_path, capsys, budget):
 
 
 def test_amounts_of_memory():
-    assert plan._memory("24GiB") == plan._memory("24") == plan._memory(" 24 gib ") == 24 * GIB
-    assert plan._memory("24GB") == 24e9
-    assert plan._memory("512MiB") == GIB / 2
+    assert plan.memory("24GiB") == plan.memory("24") == plan.memory(" 24 gib ") == 24 * GIB
+    assert plan.memory("24GB") == 24e9
+    assert plan.memory("512MiB") == GIB / 2
 
 
 # -- compare ----------------------------------------------------------------------------------
@@ -432,6 +489,11 @@ def test_the_sweep_is_whole():
 )
 def test_kendall(pairs, tau):
     assert kendall(pairs) == (tau if tau is None else pytest.approx(tau))
+
+
+def test_too_few_cells(capsys):
+    assert compare.main(["ideogram", "--gpu", "L40S"]) == 0
+    assert "Too few of these cells" in capsys.readouterr().out
 
 
 def test_compare_refuses(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """Run one block by itself, forward and backward, in one of the ways that the keys know."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from ..backends import Backend, Recompute, plainly
 from ..config_schema import CheckpointingConfig
 from ..family import Stack
 from ..intercept import release
-from ..offload import SMALLEST, Offload
+from ..offload import MOST_LEAVING, SMALLEST, Offload
 from ..parts import Kind, Part, Runner, intercept_parts, parts_of, treated
 from . import fakes
 from .cuda import CudaSemantics
@@ -78,25 +79,38 @@ class _Exit(torch.autograd.Function):
 
 
 def run_alone(
-    block: nn.Module, arguments: Any, stack: Stack | None, treatment: str, cuda: CudaSemantics
+    block: nn.Module,
+    arguments: Any,
+    stack: Stack | None,
+    treatment: str,
+    cuda: CudaSemantics,
+    accumulates: bool = False,
 ) -> Run:
-    """Run ``block`` with ``arguments``, a tree of ``Hole`` and whatever is not a tensor."""
+    """Run ``block`` with ``arguments``, a tree of ``Hole`` and whatever is not a tensor.
+
+    accumulates: whether gradients are added to those that are there from a step before.
+    """
+    for parameter in block.parameters():
+        there = accumulates and parameter.requires_grad
+        parameter.grad = torch.empty_like(parameter) if there else None
     ledger = Ledger()
     holes = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Hole)]
     count = 1 + max((hole.value for hole in holes if hole.value is not None), default=-1)
     away = _Away()
+    again = _Again(ledger)
     with ledger, cuda, _in_parts(block, stack, treatment), torch.enable_grad():
         filled = [hole.filled() for hole in holes]
         args, kwargs = _filled(arguments, filled)
         values = [_ref(tensor) for tensor in filled]
         before = ledger.level
         ledger.mark()
-        result = _runner(treatment, away)(block, *args, **kwargs)
+        result = _runner(treatment, away, again)(block, *args, **kwargs)
         forward_peak, forward = ledger.peak - before, ledger.work
         results = tensors_in(result)
         given = [_ref(tensor) for tensor in results]
         differentiable = [t for t in results if t.requires_grad]
         scalar = _Exit.apply(*differentiable) if differentiable else None
+        away.settle()
         del args, kwargs, filled, result, results, differentiable
         cuda.forget()
         holds = [False] * count
@@ -111,11 +125,13 @@ def run_alone(
         ledger.mark()
         if scalar is not None:
             fakes.backward([scalar])
+        cuda.forget()
         run = Run(
             own=kept,
             holds=tuple(holds),
             results=held_results,
             forward_peak=forward_peak,
+            recompute_peak=max(0, again.peak - start),
             backward_peak=ledger.peak - start,
             forward=forward,
             backward=ledger.work,
@@ -138,7 +154,19 @@ def _ref(tensor: torch.Tensor) -> "ref[torch.UntypedStorage]":
     return ref(tensor.untyped_storage())
 
 
-def _runner(treatment: str, away: "_Away") -> Runner:
+class _Again(nullcontext[None]):
+    """Around a recompute: what of the peak belongs to it."""
+
+    def __init__(self, ledger: Ledger):
+        super().__init__()
+        self.ledger = ledger
+        self.peak = 0
+
+    def __exit__(self, *error: Any) -> None:
+        self.peak = max(self.peak, self.ledger.restart_peak())
+
+
+def _runner(treatment: str, away: "_Away", again: _Again) -> Runner:
     """What calls the block: the runners of the plugin itself."""
     name, *kept = treatment.removesuffix(OFFLOAD).removesuffix(INPUTS).split("+")
     parts: dict[Kind, Runner] = {}
@@ -146,7 +174,8 @@ def _runner(treatment: str, away: "_Away") -> Runner:
         parts["attention"] = partial(away.run, "attention")
     run = plainly
     if name == COVERED:
-        run = Backend(CheckpointingConfig(keep=kept)).begin().covered
+        contexts = (lambda: (nullcontext(), again),)
+        run = Backend(CheckpointingConfig(keep=kept)).begin(contexts).covered
     elif name == FFN:
         parts["feed_forward"] = Recompute(offload=away if INPUTS in treatment else None)
     return partial(_with_parts, parts, run) if parts else run
@@ -203,15 +232,23 @@ class _Gone:
 
 
 class _Away(Offload):
-    """Moves what is saved to CPU memory: here it is gone until it is wanted."""
+    """Moves what is saved to CPU memory: here it is gone until it is wanted.
+
+    As in a real step, the last few that were moved are still there until the forward is over.
+    """
 
     def __init__(self) -> None:
         self.moved = 0
         self._gone: WeakKeyDictionary[torch.UntypedStorage, _Gone] = WeakKeyDictionary()
+        self._last: deque[torch.Tensor] = deque(maxlen=MOST_LEAVING)
 
     def run(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(self._away, self._back):
             return function(*args, **kwargs)
+
+    def settle(self) -> None:
+        """The forward is over."""
+        self._last.clear()
 
     def _away(self, tensor: torch.Tensor) -> Any:
         base = tensor if tensor._base is None else tensor._base
@@ -221,6 +258,7 @@ class _Away(Offload):
         if storage not in self._gone:
             self._gone[storage] = _Gone(storage.nbytes())
             self.moved += storage.nbytes()
+            self._last.append(tensor.detach())
         gone = self._gone[storage]
         gone.views += 1
         return gone, tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()

@@ -5,9 +5,8 @@ the model that ``bench`` trains.
 """
 
 import inspect
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,17 +16,24 @@ from torch import nn
 from ..errors import WorkloadError
 from ..family import Training, matches
 from ..tiny import load_class, make
+from .fakes import quiet
 from .layers import fuse_projections, stream_weights
 from .shapes import resolved
 from .workload import Workload, training_of
 
 
 def build(work: Workload) -> nn.Module:
-    """The model with random weights, in training mode, its adapter in it, and frozen around it."""
+    """The model with random weights, in training mode, its adapter in it, and frozen around it.
+
+    Keys of its configuration that the class does not know are left out, as diffusers does. Raises
+    ``WorkloadError``.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, work.dtype))  # faster than to convert it
     try:
-        model: Any = load_class(work.model_class)(**work.config)
+        known = full_config(work.model_class, {})
+        config = {key: value for key, value in work.config.items() if key in known}
+        model: Any = load_class(work.model_class)(**config)
     finally:
         torch.set_default_dtype(before)
     model.train()
@@ -81,27 +87,20 @@ def add_lycoris(model: nn.Module, config: Mapping[str, Any]) -> None:
             "'simpletuner-segckpt[lycoris]'"
         ) from None
     options = dict(config)
-    LycorisNetwork.apply_preset(options.pop("apply_preset", {}))
-    multiplier = options.pop("multiplier", 1.0)
-    with _less_talk("LyCORIS"):
-        network = create_lycoris(model, multiplier, **options)
-        network.apply_to()
+    presets = {name: deepcopy(v) for name, v in vars(LycorisNetwork).items() if name.isupper()}
+    try:  # a preset is for the whole process
+        LycorisNetwork.apply_preset(options.pop("apply_preset", {}))
+        with quiet("LyCORIS"):
+            network = create_lycoris(model, options.pop("multiplier", 1.0), **options)
+            network.apply_to()
+    finally:
+        for name, value in presets.items():
+            setattr(LycorisNetwork, name, value)
     if not network.loras:
         raise WorkloadError("lycoris_config fits no layer of the model; look at its apply_preset")
     network.requires_grad_(True)
     for module in network.loras:  # as parts of the layers that they change, so of their blocks
         module.org_module[0].add_module("lycoris", module)
-
-
-@contextmanager
-def _less_talk(name: str) -> Iterator[None]:
-    log = logging.getLogger(name)
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def targets_of(model: nn.Module, names: tuple[str, ...]) -> list[str]:
@@ -151,11 +150,9 @@ def words(work: Workload, training: Training) -> dict[str, int]:
 
 
 def full_config(model_class: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with the defaults of the class."""
+    """``config`` with the defaults of the class; None for what has no default."""
     parameters = inspect.signature(load_class(model_class).__init__).parameters
-    defaults = {
-        name: parameter.default
+    return {
+        name: None if parameter.default is parameter.empty else parameter.default
         for name, parameter in parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    return defaults | dict(config)
+    } | dict(config)

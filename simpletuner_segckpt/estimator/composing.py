@@ -8,11 +8,11 @@ them. See docs/estimator.md for what this leaves out.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ..report import StackReport
-from .records import Profile, Run, Work
+from .records import Block, Profile, Run, Work
 from .treatments import COVERED, PLAIN, of_block
 
 
@@ -54,7 +54,6 @@ class Composed:
 def units_of(profile: Profile, stacks: Iterable[StackReport]) -> list[Unit]:
     """The units of a schedule, in execution order."""
     reports = {stack.path: stack for stack in stacks}
-    places = {(block.stack, block.index): at for at, block in enumerate(profile.blocks)}
     units: list[Unit] = []
     for at, block in enumerate(profile.blocks):
         stack = reports.get(block.stack)
@@ -65,11 +64,23 @@ def units_of(profile: Profile, stacks: Iterable[StackReport]) -> list[Unit]:
         if not treatment.startswith(COVERED):
             units.append(Unit((at,), treatment))
             continue
-        segment = next(s for s in stack.segments if block.index in s)
-        if block.index == segment.start:
-            inside = tuple(places[block.stack, index] for index in segment)
-            units.append(Unit(inside, treatment, stack.inputs_on_cpu))
+        begins = block.index == next(s for s in stack.segments if block.index in s).start
+        if begins or units[-1].blocks[-1] != at - 1 or not handed_on(profile, at):
+            units.append(Unit((at,), treatment, stack.inputs_on_cpu))
+        else:
+            units[-1] = replace(units[-1], blocks=(*units[-1].blocks, at))
     return units
+
+
+def handed_on(profile: Profile, at: int) -> bool:
+    """Whether a block gets just what the one before it returned, and otherwise what that one got.
+
+    Segments end where something else happens in between, as they do in a real step.
+    """
+    before, block = profile.blocks[at - 1], profile.blocks[at]
+    return any(value in before.gives for value in block.takes) and all(
+        value in before.gives or value in before.takes for value in block.takes
+    )
 
 
 def levels(profile: Profile) -> tuple[list[int], list[int]]:
@@ -141,8 +152,7 @@ class _Values:
 
 def gradient_of(profile: Profile, at: int) -> int:
     """Bytes of the gradients of what a block gives."""
-    kind = profile.kinds[profile.blocks[at].kind]
-    return sum(s for s, g in zip(kind.gives, kind.gives_gradient, strict=True) if g)
+    return sum(profile.kinds[profile.blocks[at].kind].gives_gradient)
 
 
 def shared_gradients(profile: Profile) -> int:
@@ -307,34 +317,45 @@ class _Step:
             )
         if len(unit.blocks) == 1:
             run = self._run(unit, unit.blocks[0])
-            self._reach(run.backward_peak, f"recompute of {name}")
+            self._reach(max(run.recompute_peak, run.backward_peak), f"recompute of {name}")
             self.level = before - run.own
             return
         inner: list[int] = []
         for at in unit.blocks:
-            plain, kept = self._plain(at), self._run(unit, at).own
-            self._reach(gradient + plain.forward_peak, f"recompute of {name}")
-            grown = plain.own - kept
-            if at != unit.blocks[-1]:
-                grown += self._handed_on(at)
+            plain, run = self._plain(at), self._run(unit, at)
+            coming = self._passing(at - 1) if inner else 0  # not kept, but the call holds it
+            if at == unit.blocks[-1]:  # whose recompute stops when it has what backward needs
+                self._reach(coming + run.recompute_peak, f"recompute of {name}")
+                grown = plain.own - run.own
+            else:
+                again = plain.forward_peak - run.own
+                self._reach(coming + gradient + again, f"recompute of {name}")
+                grown = plain.own - run.own + self._handed_on(at)
             inner.append(grown)
             self.level += grown
         for at, grown in zip(reversed(unit.blocks), reversed(inner), strict=True):
-            plain = self._plain(at)
-            self._reach(plain.backward_peak, f"backward of {name}")
+            self._reach(self._plain(at).backward_peak, f"backward of {name}")
             self.level -= grown + self._run(unit, at).own
         self.level = before - sum(self._run(unit, at).own for at in unit.blocks)
 
     def _handed_on(self, at: int) -> int:
         """Bytes of the results of a block that it or the next one keeps in a recompute."""
         block, following = self.profile.blocks[at], self.profile.blocks[at + 1]
-        kind, run = self.profile.kinds[block.kind], self._plain(at)
-        held = {v for v, h in zip(following.takes, self._plain(at + 1).holds, strict=True) if h}
-        return sum(
-            size
-            for value, size, own in zip(block.gives, kind.gives, run.results, strict=True)
-            if (own or value in held) and value not in block.takes
-        )
+        run = self._plain(at)
+        taken = zip(following.takes, self._plain(at + 1).holds, strict=True)
+        held = {value for value, holds in taken if holds}
+        held |= {value for value, own in zip(block.gives, run.results, strict=True) if own}
+        return self._bytes(block, held)
+
+    def _passing(self, at: int) -> int:
+        """Bytes of the results of a block that the next one takes and neither of them keeps."""
+        block, following = self.profile.blocks[at], self.profile.blocks[at + 1]
+        return self._bytes(block, set(following.takes)) - self._handed_on(at)
+
+    def _bytes(self, block: Block, values: Collection[int]) -> int:
+        """Bytes of those of ``values`` that ``block`` makes."""
+        sizes = dict(zip(block.gives, self.profile.kinds[block.kind].gives, strict=True))
+        return sum(sizes[v] for v in sizes if v in values and v not in block.takes)
 
     # -- the whole -------------------------------------------------------------------------
 

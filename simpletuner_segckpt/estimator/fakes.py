@@ -1,5 +1,6 @@
 """Tensors without memory, and what else of torch is private and needed for them."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch._dynamo.exc import UserError
 from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.autograd import graph
 
-from ..errors import WorkloadError
+from ..errors import SegckptError, WorkloadError
 
 # A mask with this many numbers keeps them, so that a model can ask for its lengths.
 MOST_CONSTANTS = 1 << 16
@@ -30,6 +31,7 @@ def without_memory(exact_lifetimes: bool = False) -> Iterator[None]:
     with (
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_CONSTANTS),
         patch.object(nn.Module, "_apply", _convert),
+        quiet("torch._subclasses.fake_tensor"),  # it logs what is raised anyway
         mode,
     ):
         yield
@@ -37,9 +39,11 @@ def without_memory(exact_lifetimes: bool = False) -> Iterator[None]:
 
 @contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Say as a ``WorkloadError`` why the model called ``name`` cannot run without memory."""
+    """Say as a ``WorkloadError`` why the step of the model called ``name`` cannot be run."""
     try:
         yield
+    except SegckptError:
+        raise
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -48,8 +52,28 @@ def explained(name: str) -> Iterator[None]:
     ) as error:
         raise WorkloadError(
             f"{name} cannot be run without memory: what it does depends on the numbers in its "
-            f"tensors ({str(error).splitlines()[0]})"
-        ) from None
+            f"tensors ({_first_line(error)})"
+        ) from error
+    except Exception as error:  # of the model, or of the library that adapts it
+        raise WorkloadError(
+            f"{name} does not take these settings: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "no reason given")
+
+
+@contextmanager
+def quiet(logger: str) -> Iterator[None]:
+    """Within this, a library's logger says nothing short of a crash."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _convert(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -36,6 +36,11 @@ class Ledger(TorchDispatchMode):
         self.peak = self.level
         self.work = Work()
 
+    def restart_peak(self) -> int:
+        """Begin a new peak at the level of now; the one before."""
+        before, self.peak = self.peak, self.level
+        return before
+
     @contextmanager
     def looking_away(self) -> Iterator[None]:
         """Within this, nothing is counted: it happens in another memory."""

@@ -47,7 +47,7 @@ class Call:
     arguments: Any
     takes: tuple[int, ...]
     gives: tuple[int, ...] = ()
-    gives_gradient: tuple[bool, ...] = ()
+    gives_gradient: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def profile(work: Workload) -> Profile:
     with fakes.without_memory(), KnownValues(experts), fakes.explained(work.family.title):
         model = building.build(work)
         whole = places_of(model, work.family)
-        few = thinned(whole)
+        few = thinned(whole, work.family)
         _put(model, few)
         try:
             recorder = _recorded(model, few, work)
@@ -81,7 +81,8 @@ def profile(work: Workload) -> Profile:
         small = _measured(recorder, work)
         _put(model, whole)
         found = _extended(small, recorder.calls, whole) if len(few) < len(whole) else small
-        return with_weights(found, model, work)
+        counts = dict(Counter(place.stack for place in whole))
+        return with_weights(replace(found, counts=counts), model, work)
 
 
 def places_of(model: nn.Module, family: Family) -> list[Place]:
@@ -96,15 +97,19 @@ def places_of(model: nn.Module, family: Family) -> list[Place]:
     return places + [Place(UNITS, i, model.get_submodule(u)) for i, u in enumerate(units)]
 
 
-def thinned(places: Sequence[Place]) -> list[Place]:
-    """Of every stack the first two blocks of each build, and the last block; all units."""
+def thinned(places: Sequence[Place], family: Family) -> list[Place]:
+    """Of every stack the first two blocks of each build, and the last block.
+
+    All units, and all of a stack in which the loop does something between certain blocks.
+    """
+    whole = {UNITS, *(p.stack for p in places if getattr(family.stack_at(p.stack), "cut", ""))}
     seen: Counter[Any] = Counter()
     last = {place.stack: place.index for place in places}
     kept = []
     for place in places:
         build = place.stack, build_of(place.module)
         seen[build] += 1
-        if seen[build] <= 2 or place.index == last[place.stack] or place.stack == UNITS:
+        if seen[build] <= 2 or place.index == last[place.stack] or place.stack in whole:
             kept.append(place)
     return kept
 
@@ -209,7 +214,9 @@ class _Recorder:
             tensors = tensors_in(result)
             self.calls[at].gives = tuple(self.number(t) for t in tensors)
             self.made |= set(self.calls[at].gives)
-            self.calls[at].gives_gradient = tuple(t.requires_grad for t in tensors)
+            self.calls[at].gives_gradient = tuple(
+                rounded(t.numel() * t.element_size()) * t.requires_grad for t in tensors
+            )
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._passed(self.into, at))
@@ -271,7 +278,7 @@ def _measured(recorder: _Recorder, work: Workload) -> Profile:
         key = build_of(call.place.module), str(spec), tuple(called), call.place.stack
         if key not in known:
             known[key] = len(kinds)
-            kinds.append(_kind(call, recorder.sizes, work.family, cuda))
+            kinds.append(_kind(call, recorder.sizes, work, cuda))
         place = call.place
         blocks.append(Block(place.stack, place.index, known[key], call.takes, call.gives))
     bare = tuple(Glue() for _ in range(len(blocks) + 1))
@@ -286,13 +293,13 @@ def _measured(recorder: _Recorder, work: Workload) -> Profile:
     }
     between = recorder.alive - held
     found = Profile(
-        tuple(kinds), tuple(blocks), bare, weights=0, trained=0, states=0, between=between
+        tuple(kinds), {}, tuple(blocks), bare, weights=0, trained=0, states=0, between=between
     )
     return replace(found, glue=_glue(found, recorder))
 
 
-def _kind(call: Call, sizes: dict[int, int], family: Family, cuda: CudaSemantics) -> Kind:
-    stack = family.stack_at(call.place.stack)
+def _kind(call: Call, sizes: dict[int, int], work: Workload, cuda: CudaSemantics) -> Kind:
+    stack = work.family.stack_at(call.place.stack)
     block = call.place.module
     holes = [x for x in pytree.tree_leaves(call.arguments) if isinstance(x, Hole)]
     has_ffn = stack is not None and stack.feed_forward
@@ -306,7 +313,7 @@ def _kind(call: Call, sizes: dict[int, int], family: Family, cuda: CudaSemantics
             continue
         if treatment.endswith(treatments.OFFLOAD) and not has_attention:
             continue
-        runs[treatment] = run_alone(block, call.arguments, stack, treatment, cuda)
+        runs[treatment] = run_alone(block, call.arguments, stack, treatment, cuda, work.accumulates)
     return Kind(
         takes=tuple(sizes[value] for value in call.takes),
         takes_gradient=tuple(
@@ -376,7 +383,8 @@ def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> 
     """The profile of the whole model from that of a few of its blocks."""
     at_of = {id(call.place.module): at for at, call in enumerate(calls)}
     stacks = list(dict.fromkeys(call.place.stack for call in calls))
-    order = sorted(whole, key=lambda place: (stacks.index(place.stack), place.index))
+    ran = [place for place in whole if place.stack in stacks]
+    order = sorted(ran, key=lambda place: (stacks.index(place.stack), place.index))
     uses = Counter(value for call in calls for value in set(call.takes))
     alike: dict[Any, int] = {}
     for at, call in enumerate(calls):  # the second of its build stands for those left out
@@ -408,9 +416,11 @@ def _extended(small: Profile, calls: Sequence[Call], whole: Sequence[Place]) -> 
                 takes.append(fresh)
                 fresh += 1
         gives_: list[int] = []
-        for value in call.gives:
+        for at_, value in enumerate(call.gives):
             if value in call.takes:
                 gives_.append(takes[call.takes.index(value)])
+            elif value in call.gives[:at_]:  # two views of one tensor
+                gives_.append(gives_[call.gives.index(value)])
             else:
                 gives_.append(fresh)
                 fresh += 1

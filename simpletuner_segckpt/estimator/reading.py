@@ -53,7 +53,7 @@ class Overrides:
     rank: int | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Read:
     """A workload, what was assumed for it, and what of the config it does not model."""
 
@@ -72,10 +72,10 @@ def read_workload(
     """
     keys = read_keys(TrainingKeys, settings.file)
     folder = Path(settings.file.name).parent
-    family, model_class, config = _model(settings, keys, registry, overrides, folder)
+    assumed: list[str] = []
+    ignored: list[str] = []
+    family, model_class, config = _model(settings, keys, registry, overrides, folder, assumed)
     training = training_of(family)
-    read = Read(Workload(family, model_class, config))
-    assumed, ignored = read.assumed, read.ignored
 
     batch = overrides.batch or keys.train_batch_size
     if batch is None:
@@ -92,8 +92,8 @@ def read_workload(
         if dropout is None:
             dropout = LORA_DROPOUT
             assumed.append(f"LoRA dropout {dropout:g}, SimpleTuner's default (lora_dropout)")
-    targets = _targets(keys, folder) or training.targets
-    dtype = "bfloat16" if keys.mixed_precision in ("bf16", "fp16") else "float32"
+    targets = _targets(keys, folder, assumed) or training.targets
+    dtype = "float32" if keys.mixed_precision == "no" else "bfloat16"
     optimizer = optimizers().get(keys.optimizer or "adamw_bf16")
     if keys.optimizer is None:
         assumed.append("optimizer adamw_bf16 (optimizer is not set)")
@@ -101,6 +101,14 @@ def read_workload(
         assumed.append(f"optimizer {keys.optimizer} is not known: the states of adamw_bf16")
     optimizer = optimizer or optimizers()["adamw_bf16"]
     base_bytes = _base_bytes(keys, overrides, folder, ignored)
+    if settings.trainer.musubi_blocks_to_swap:
+        ignored.append("musubi_blocks_to_swap: the weights of swapped blocks are counted")
+    if settings.trainer.controlnet:
+        ignored.append("controlnet: the model is estimated, not the ControlNet that is trained")
+    if settings.trainer.fsdp_enable:
+        ignored.append("fsdp_enable: everything is counted as on one card, unsharded")
+    if keys.mixed_precision in ("fp16", "fp8"):
+        ignored.append(f"mixed_precision {keys.mixed_precision} is taken as bf16")
     if keys.dynamo_backend not in ("no", "none", "disabled", "eager"):
         ignored.append(
             f"dynamo_backend {keys.dynamo_backend}: compiled blocks save other tensors, often fewer"
@@ -108,7 +116,7 @@ def read_workload(
     bytes_each = 4 if dtype == "float32" else 2
     if training.text and not overrides.text:
         assumed.append(f"{training.text} text tokens (--text)")
-    read.workload = Workload(
+    workload = Workload(
         family,
         model_class,
         config,
@@ -132,7 +140,7 @@ def read_workload(
         accumulates=keys.gradient_accumulation_steps > 1,
         ema=keys.use_ema,
     )
-    return read
+    return Read(workload, assumed, ignored)
 
 
 def _model(
@@ -141,6 +149,7 @@ def _model(
     registry: FamilyRegistry,
     overrides: Overrides,
     folder: Path,
+    assumed: list[str],
 ) -> tuple[Family, str, dict[str, Any]]:
     """The family, the class and the configuration of the model."""
     from ..validate import UsageError, read_model_config
@@ -152,7 +161,7 @@ def _model(
         try:
             config = read_model_config(given)
         except UsageError as error:
-            raise WorkloadError(str(error)) from None
+            raise WorkloadError(str(error).removeprefix("--model: ")) from None
         class_name = str(config.get("_class_name"))
         family = registry.for_class_name(class_name, name)
         if family is None:
@@ -170,6 +179,8 @@ def _model(
         raise WorkloadError(
             f"no size of {family.family} is known; pass --model DIR with the model's config.json"
         )
+    if flavour and flavour not in (f.lower() for f in (*family.flavours, *family.sizes)):
+        assumed.append(f"the size {size} (model_flavour {flavour} is not known)")
     return family, family.classes[0], family.config_of_size(size)
 
 
@@ -192,7 +203,7 @@ def _sample(
     training = training_of(family)
     width, height = overrides.width, overrides.height
     frames = overrides.frames or keys.num_frames
-    found = [size for entry in _backends(keys, folder) if (size := _size(entry))]
+    found = [size for entry in _data_sets(keys, folder, assumed) if (size := _size(entry))]
     if found and width is None:
         side, frames_there = max(found)
         width = height = side
@@ -202,19 +213,32 @@ def _sample(
     if width is None or height is None:
         width, height = training.resolution
         assumed.append(f"{width}x{height} pixels (resolution is not set)")
+    if training.frames == 1:
+        return width, height, 1
     if frames is None:
         frames = training.frames
-        if frames > 1:
-            assumed.append(f"{frames} frames (num_frames is not set)")
+        assumed.append(f"{frames} frames (num_frames is not set)")
+    latents = (frames - 1) // training.downscale[0]
+    if latents * training.downscale[0] + 1 != frames:
+        said = latents * training.downscale[0] + 1
+        assumed.append(f"{said} frames, since its VAE takes no {frames}")
+        frames = said
     return width, height, frames
 
 
-def _backends(keys: TrainingKeys, folder: Path) -> Sequence[Mapping[str, Any]]:
-    """The data sets of SimpleTuner's ``data_backend_config``, if the file is there."""
-    entries = _json_at(keys.data_backend_config, folder)
+def _data_sets(keys: TrainingKeys, folder: Path, assumed: list[str]) -> Sequence[Mapping[str, Any]]:
+    """The data sets that SimpleTuner's ``data_backend_config`` trains on."""
+    entries = _json_at("data_backend_config", keys.data_backend_config, folder, assumed)
     if not isinstance(entries, list):
         return []
-    return [entry for entry in entries if isinstance(entry, dict) and "resolution" in entry]
+    return [
+        entry
+        for entry in entries
+        if isinstance(entry, dict)
+        and "resolution" in entry
+        and not entry.get("disabled")
+        and entry.get("dataset_type", "image") in ("image", "video")
+    ]
 
 
 def _size(entry: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -222,7 +246,7 @@ def _size(entry: Mapping[str, Any]) -> tuple[int, int] | None:
     frames = video.get("num_frames", 1) if isinstance(video, dict) else 1
     try:
         return _side(float(entry["resolution"]), entry.get("resolution_type", "pixel")), int(frames)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -239,27 +263,37 @@ def _adapter(
         return "full", {}
     if keys.lora_type != "lycoris":
         return "lora", {}
-    config = _json_at(keys.lycoris_config, folder)
+    config = _json_at("lycoris_config", keys.lycoris_config, folder, assumed)
     if isinstance(config, dict):
         return "lycoris", config
-    assumed.append("LoKr by a factor of 16, feed-forwards 8 (lycoris_config is not there)")
+    assumed.append("LoKr by a factor of 16, feed-forwards 8 (lycoris_config holds no object)")
     return "lycoris", LOKR
 
 
-def _targets(keys: TrainingKeys, folder: Path) -> tuple[str, ...]:
-    given = _json_at(keys.peft_lora_target_modules, folder)
+def _targets(keys: TrainingKeys, folder: Path, assumed: list[str]) -> tuple[str, ...]:
+    name = "peft_lora_target_modules"
+    given = _json_at(name, keys.peft_lora_target_modules, folder, assumed)
+    if given is not None and not isinstance(given, list):
+        assumed.append(f"the family's LoRA targets ({name} holds no list)")
     return tuple(map(str, given)) if isinstance(given, list) else ()
 
 
-def _json_at(value: Any, folder: Path) -> Any:
-    """``value``, or what the JSON file holds that it is the path of; None if it cannot be read."""
+def _json_at(key: str, value: Any, folder: Path, assumed: list[str]) -> Any:
+    """``value``, or what the JSON file holds that it is the path of.
+
+    None, which is said, when that cannot be read.
+    """
     if not isinstance(value, str):
         return value
-    for path in (Path(value), folder / value):
+    reason = ""
+    for path in (folder / value, Path(value)):
         try:
             return json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue
+        except OSError as error:
+            reason = reason or error.strerror or str(error)
+        except (ValueError, RecursionError):
+            reason = "it is not JSON"
+    assumed.append(f"nothing of {key}, whose file {value} cannot be read: {reason}")
     return None
 
 
@@ -278,10 +312,10 @@ def _base_bytes(
         ignored.append(f"base_model_precision {precision} is not known: as if it were no_change")
         return 4.0
     given = overrides.model or _local(keys, folder)
-    return smallest_weight(Path(given)) if given else 4.0
+    return stored_bytes(Path(given)) if given else 4.0
 
 
-def smallest_weight(folder: Path) -> float:
+def stored_bytes(folder: Path) -> float:
     """Bytes of the most common dtype of matrices in the safetensors files of a model.
 
     4 where there are none: what is in them then makes no difference to the estimate.

@@ -40,14 +40,16 @@ class Run:
 
     own: bytes that it made and keeps for backward, its results not counted.
     holds: which of the values that it takes it keeps; results: which of those that it gives.
-    forward_peak: bytes above what was alive before it ran. backward_peak: above what was alive
-    when its backward began, gradients of its results among that. moved: bytes to CPU memory.
+    forward_peak: bytes above what was alive before it ran. recompute_peak and backward_peak: above
+    what was alive when its backward began, the gradients of its results among that; while it is
+    recomputed, and after that. moved: bytes to CPU memory.
     """
 
     own: int
     holds: tuple[bool, ...]
     results: tuple[bool, ...]
     forward_peak: int
+    recompute_peak: int
     backward_peak: int
     forward: Work
     backward: Work
@@ -58,15 +60,15 @@ class Run:
 class Kind:
     """Blocks that are alike: built and called in the same way.
 
-    takes and gives: bytes of the values that go in and come out; takes_gradient and
-    gives_gradient: whether a gradient comes back through them. trained: bytes of the gradients of
-    its parameters. runs: by treatment, see ``treatments``.
+    takes and gives: bytes of the values that go in and come out; takes_gradient: whether a gradient
+    comes back through them; gives_gradient: bytes of the gradients of what comes out. trained:
+    bytes of the gradients of its parameters. runs: by treatment, see ``treatments``.
     """
 
     takes: tuple[int, ...]
     takes_gradient: tuple[bool, ...]
     gives: tuple[int, ...]
-    gives_gradient: tuple[bool, ...]
+    gives_gradient: tuple[int, ...]
     trained: int
     runs: Mapping[str, Run] = field(default_factory=dict)
 
@@ -105,8 +107,10 @@ class Glue:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A model, measured. ``glue`` has one entry more than ``blocks``: the last is the head.
+    """A model, measured.
 
+    counts: the blocks of each stack, in the order of the schedule; blocks: in that of execution.
+    glue: one entry more than blocks, the last is the head.
     weights: bytes of the frozen and trained parameters and buffers on the accelerator. trained:
     bytes of the gradients of all trained parameters. states: bytes of optimizer state. stepping:
     bytes that the optimizer needs for the time of its step. linear: bytes of frozen linear layers
@@ -114,6 +118,7 @@ class Profile:
     """
 
     kinds: tuple[Kind, ...]
+    counts: Mapping[str, int]
     blocks: tuple[Block, ...]
     glue: tuple[Glue, ...]
     weights: int
@@ -123,11 +128,3 @@ class Profile:
     linear: int = 0
     between: frozenset[int] = frozenset()
     accumulates: bool = False
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Blocks by stack, in execution order."""
-        found: dict[str, int] = {}
-        for block in self.blocks:
-            found[block.stack] = found.get(block.stack, 0) + 1
-        return found

@@ -19,7 +19,7 @@ from ..planning import make_report, problems
 from ..schedule import make_schedules
 from ..settings import Settings
 from .cards import Card
-from .composing import Composed, Composer, units_of
+from .composing import Composed, Composer, Unit, units_of
 from .modes import planned, settings_with
 from .records import Profile, Work
 from .timing import Time, seconds, time_of
@@ -86,7 +86,7 @@ class Search:
         self.settings = settings
         self.card = card
         self._composer = Composer(profile)
-        self._composed: dict[str, Composed] = {}
+        self._composed: dict[tuple[Unit, ...], Composed] = {}
 
     def fastest(self, budget: float) -> Found | None:
         """The least time of all that fits into ``budget`` bytes; of equals the one with most room.
@@ -99,10 +99,10 @@ class Search:
                 break
             if candidate.bound > budget:
                 continue
-            found = self._compose(candidate)
+            found = self.compose(candidate)
             if found.step.peak > budget:
                 continue
-            if best is None or _room(found) < _room(best):
+            if best is None or _simplicity(found) < _simplicity(best):
                 best = found
         return best
 
@@ -113,16 +113,18 @@ class Search:
         for candidate in sorted(pool, key=lambda c: c.bound):
             if best and candidate.bound > best.step.peak:
                 break
-            found = self._compose(candidate)
+            found = self.compose(candidate)
             if best is None or (found.step.peak, found.seconds) < (best.step.peak, best.seconds):
                 best = found
         return best
 
-    def _compose(self, candidate: Candidate) -> Found:
+    def compose(self, candidate: Candidate) -> Found:
+        """What a candidate really is."""
         settings = settings_with(self.settings, candidate.keys)
         report = planned(self.profile, self.family, settings)
         units = units_of(self.profile, report.stacks)
-        found = self._composed.get(key := str(units))
+        key = tuple(units)
+        found = self._composed.get(key)
         if found is None:
             found = self._composed[key] = self._composer(units)
         return Found(candidate.keys, time_of(found, self.card).total, found)
@@ -180,11 +182,14 @@ class Search:
                 if segments in seen:
                     continue
                 seen.add(segments)
+                keys = _keys(interval, stride, keep_last)
+                report = planned(self.profile, self.family, settings_with(self.settings, keys))
                 inside = {(path, b) for path, s in schedules.items() for b in s.covered}
-                first = {(path, r.start) for path, s in schedules.items() for r in s.segments}
+                units = units_of(self.profile, report.stacks)
+                first = {places[unit.blocks[0]] for unit in units if unit.covered}
                 found.append(
                     _Schedule(
-                        _keys(interval, stride, keep_last),
+                        keys,
                         tuple(place in inside for place in places),
                         tuple(place in first for place in places),
                     )
@@ -236,5 +241,6 @@ def _matrix(rows: Iterable[Sequence[bool]]) -> torch.Tensor:
     return torch.tensor([list(row) for row in rows], dtype=torch.float64)
 
 
-def _room(found: Found) -> tuple[float, int]:
+def _simplicity(found: Found) -> tuple[float, int]:
+    """Of what takes the same time, the least memory is best, then the fewest keys."""
     return found.step.peak, len(found.keys)

@@ -54,13 +54,16 @@ def trace(work: Workload, keys: Mapping[str, Any]) -> int:
         with cuda:  # the first forward learns what the blocks hand on
             loss_of(model(**building.inputs(work)))
         cuda.forget()
+        if work.accumulates:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         with ledger, cuda:
             inputs = building.inputs(work)
             loss = loss_of(model(**inputs))
             del inputs
             cuda.forget()
             fakes.backward([loss])
-        empty = Profile((), (), (), weights=0, trained=0, states=0)
+        empty = Profile((), {}, (), (), weights=0, trained=0, states=0)
         static = with_weights(empty, model, work)
     gradients = static.trained if static.accumulates else 0
     step = max(ledger.peak + gradients, static.trained + static.stepping)
