@@ -1,7 +1,6 @@
 """What `segckpt estimate` costs: all modes of a real-size model, against the trace of one.
 
-Targets: less than 30 s and 6 GiB for all modes of a model on 2 cores; composing all of them takes
-less time than one whole step without memory takes more.
+Targets: less than 30 s and 6 GiB for all modes of a model on 2 cores.
 """
 
 import argparse

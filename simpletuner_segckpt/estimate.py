@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from .estimator.cards import Card, card, cards
-from .estimator.modes import MODES, Estimate, estimate, keys_of
+from .estimator.modes import MODES, OWN, Estimate, estimate, keys_of
 from .estimator.reading import Overrides, Read, read_workload
 from .estimator.records import Profile
 from .estimator.timing import Time, time_of
@@ -23,7 +23,6 @@ from .validate import PRINTERS, Checked, printable
 
 GIB = 1 << 30
 WIDTH = 120  # columns that the table needs, also where no terminal says how many there are
-OWN = "config"  # the name of the mode that the config itself asks for
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ def remarks(found: Estimates) -> list[str]:
 
 
 def print_json(found: Estimates) -> None:
-    """``{"workload", "assumed", "not_modelled", "modes": [...]}``; bytes and seconds."""
+    """``{"workload", "card", "assumed", "not_modelled", "modes": [...]}``; bytes and seconds."""
     modes = []
     for row in found.rows:
         entry: dict[str, Any] = {"mode": row.estimate.mode, "keys": dict(row.estimate.keys)}

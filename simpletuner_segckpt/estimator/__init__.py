@@ -2,5 +2,5 @@
 
 ``workload`` says what is trained, ``building`` makes the model without memory, ``profiling`` runs
 its blocks, ``composing`` adds up a schedule from them, ``modes`` lists schedules and ``tracing``
-runs a whole step as the check.
+runs a whole step as the check. CONTRIBUTING.md lists the other modules.
 """

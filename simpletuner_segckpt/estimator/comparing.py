@@ -1,4 +1,4 @@
-"""Predictions beside measurements: the published sweep, and results of ``segckpt bench``."""
+"""Predictions beside the published sweep."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Compared:
         return (
             self.row.mode.partition("+")[0] in MODES_BUILT_FOR
             and self.row.precision.startswith("bf16")
-            and not published().reason(self.row).startswith("regional compile")
+            and not published().compiled(self.row)
         )
 
 

@@ -33,7 +33,7 @@ class Unit:
 class Composed:
     """One step. Bytes; ``kept`` and ``working`` are what is alive at the peak beside the rest.
 
-    recomputed: work that is done twice. work: all of it. moved: bytes to CPU memory and back.
+    backward contains recomputed, the work that is done twice. moved: bytes to CPU memory and back.
     calls: number of checkpoint calls. where: what runs at the peak.
     """
 

@@ -12,8 +12,10 @@ from ..settings import Settings
 from .composing import Composed, compose, units_of
 from .records import Profile
 
-# Keys without the prefix. The first four and the two with offloading are those of the published
-# sweep (published_sweep.csv), where `activation-offload` is `torch-ffn+offload` here.
+OWN = "config"  # the name of the mode that a config itself asks for
+
+# Keys without the prefix. The published sweep has the names `none`, `layer`, `interval2` and
+# `seg2-stride4`, and those with unsloth; see `published.SAME_AS` for its others.
 MODES: Mapping[str, Mapping[str, Any]] = {
     "none": {"": False},
     "layer": {},

@@ -36,10 +36,14 @@ class Example(_Record):
 
 
 class Reason(_Record):
-    """Why rows are off whose "example precision variant mode" contains all of ``words``."""
+    """Why rows are off whose "example precision variant mode" contains all of ``words``.
+
+    compiled: whether that is since their blocks were compiled.
+    """
 
     words: tuple[str, ...]
     reason: str
+    compiled: bool = False
 
 
 class Published(_Record):
@@ -52,11 +56,18 @@ class Published(_Record):
 
     def reason(self, row: "Row") -> str:
         """Why a row may be off, or nothing."""
+        entry = self._entry(row)
+        return entry.reason if entry else ""
+
+    def compiled(self, row: "Row") -> bool:
+        """Whether the blocks of a row were compiled."""
+        entry = self._entry(row)
+        return entry is not None and entry.compiled
+
+    def _entry(self, row: "Row") -> Reason | None:
         text = f"{row.example} {row.precision} {row.variant} {row.mode}"
-        for entry in self.reasons:
-            if all(word in text for word in entry.words):
-                return entry.reason
-        return ""
+        fitting = (entry for entry in self.reasons if all(word in text for word in entry.words))
+        return next(fitting, None)
 
 
 class Row(_Record):

@@ -318,7 +318,8 @@ def _base_bytes(
 def stored_bytes(folder: Path) -> float:
     """Bytes of the most common dtype of matrices in the safetensors files of a model.
 
-    4 where there are none: what is in them then makes no difference to the estimate.
+    4 where there are none: what is in them then makes no difference to the estimate. Raises
+    ``WorkloadError`` for a file that is broken.
     """
     from safetensors import safe_open
 

@@ -22,7 +22,7 @@ from .cards import Card
 from .composing import Composed, Composer, Unit, units_of
 from .modes import planned, settings_with
 from .records import Profile, Work
-from .timing import Time, seconds, time_of
+from .timing import Time, time_for, time_of
 from .treatments import COVERED, FFN, INPUTS, OFFLOAD, PLAIN
 
 WIDEST = 8  # blocks in a segment; beyond it only the whole stack
@@ -140,7 +140,7 @@ class Search:
         glue = self.profile.glue
         fixed = Time(0, 0, 0)
         for part in glue:
-            fixed = fixed + seconds(part.forward, part.backward, Work(), 0, self.card)
+            fixed = fixed + time_for(part.forward, part.backward, Work(), 0, self.card)
         static = self.profile.weights + self.profile.states + sum(g.kept for g in glue[:-1])
         found = []
         for option in self._options():
@@ -163,7 +163,7 @@ class Search:
             kind = self.profile.kinds[block.kind]
             run, plain = kind.run(treatment), kind.run(PLAIN)
             again = run.backward - plain.backward
-            time = seconds(run.forward, run.backward, again, run.moved, self.card)
+            time = time_for(run.forward, run.backward, again, run.moved, self.card)
             rows.append((time.card, time.host, time.link, run.own, run.forward_peak - run.own))
         return torch.tensor(rows, dtype=torch.float64)
 

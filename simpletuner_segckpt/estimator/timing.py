@@ -48,10 +48,10 @@ class Time:
 
 def time_of(step: Composed, card: Card) -> Time:
     """The time of a step on ``card``."""
-    return seconds(step.forward, step.backward, step.recomputed, step.moved, card)
+    return time_for(step.forward, step.backward, step.recomputed, step.moved, card)
 
 
-def seconds(forward: Work, backward: Work, recomputed: Work, moved: float, card: Card) -> Time:
+def time_for(forward: Work, backward: Work, recomputed: Work, moved: float, card: Card) -> Time:
     """The time of some work on ``card``; ``backward`` contains ``recomputed``.
 
     moved: bytes to CPU memory, which come back as well. All of it is linear, so that the times of
