@@ -31,7 +31,10 @@ COLUMNS = (
 
 def page(comparisons: Sequence[Comparison]) -> str:
     """Markdown. Of all examples on an H100, the generated part of ``docs/estimator.md``."""
-    return "\n".join([summary(comparisons), *map(section, comparisons), left_out()])
+    parts = [summary(comparisons), *map(section, comparisons), why()]
+    if len(comparisons) == len(published().examples):
+        parts.append(left_out())
+    return "\n".join(parts)
 
 
 def summary(comparisons: Sequence[Comparison]) -> str:
@@ -99,12 +102,15 @@ def _reasons() -> dict[str, None]:
     return {entry.reason: None for entry in published().reasons if entry.reason}
 
 
+def why() -> str:
+    """Why rows are off."""
+    return "\n".join(["## Why", "", *(f"{at}. {r}" for at, r in enumerate(_reasons(), 1)), ""])
+
+
 def left_out() -> str:
-    """Why rows are off, and the examples of the sweep that are not compared."""
-    lines = ["## Why", "", *(f"{at}. {reason}" for at, reason in enumerate(_reasons(), 1)), ""]
-    lines += ["## Not compared", ""]
-    lines += [f"- `{name}`: {reason}" for name, reason in published().left_out.items()]
-    return "\n".join([*lines, ""])
+    """The examples of the sweep that are not compared."""
+    lines = [f"- `{name}`: {reason}" for name, reason in published().left_out.items()]
+    return "\n".join(["## Not compared", "", *lines, ""])
 
 
 def _chosen(names: Iterable[str]) -> list[str]:

@@ -22,6 +22,8 @@ from .settings import ConfigSource, Settings, load_settings
 from .validate import PRINTERS, Checked, printable
 
 GIB = 1 << 30
+CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
+MARGIN = 0.05  # of the card: twice the estimator's median error, see docs/estimator.md
 WIDTH = 120  # columns that the table needs, also where no terminal says how many there are
 
 
@@ -117,7 +119,8 @@ def print_text(found: Estimates) -> None:
         table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     table.add_column("recomputed", justify="right", no_wrap=True)
     if found.card:
-        table.add_column("time to none", justify="right", no_wrap=True)
+        table.add_column("time/none", justify="right", no_wrap=True)
+        table.add_column("fits", justify="right", no_wrap=True)
     if any(row.traced for row in found.rows):
         table.add_column("traced GiB", justify="right", no_wrap=True)
     for row in found.rows:
@@ -136,9 +139,15 @@ def _cells(row: Row, found: Estimates) -> list[str]:
     cells.append(f"{100 * row.recomputed:.0f}%")
     if found.card:
         cells.append(f"{row.against_none:.2f}" if row.against_none else "")
+        cells.append("yes" if step.peak <= usable(found.card.memory * GIB) else "no")
     if row.traced:
         cells.append(f"{row.traced / GIB:.2f}")
     return cells
+
+
+def usable(budget: float, margin: float = MARGIN) -> float:
+    """What of a card's memory the peak may reach, in bytes: without margin and CUDA context."""
+    return budget * (1 - margin) - CONTEXT
 
 
 def describe(read: Read) -> str:
@@ -152,7 +161,8 @@ def describe(read: Read) -> str:
         "lycoris": f"LyCORIS {work.lycoris.get('algo', '')}".strip(),
         "full": "all weights trained",
     }[work.adapter]
-    return f"{work.family.title}: {sample}, batch {work.batch}, {trained}, {work.dtype}"
+    name = f"{work.family.title} {work.size}".strip()
+    return f"{name}: {sample}, batch {work.batch}, {trained}, {work.dtype}"
 
 
 def remarks(found: Estimates) -> list[str]:
@@ -168,11 +178,15 @@ def remarks(found: Estimates) -> list[str]:
     if found.card:
         bound = [row.estimate.mode for row in found.rows if row.time and row.time.launch_bound]
         if bound:
+            names = "all modes" if len(bound) == len(found.rows) else ", ".join(bound)
             lines.append(
                 f"on {found.card.title} launching the kernels takes longer than running them, so "
-                f"the times of {', '.join(bound)} come from the number of kernels, not from FLOPs"
+                f"the times of {names} come from the number of kernels, not from FLOPs"
             )
-        lines.append(f"times are predictions for {found.card.title}, not measurements")
+        lines.append(
+            f"times are predictions for {found.card.title}, not measurements; what fits leaves 5% "
+            "of it and half a GiB for the CUDA context free"
+        )
     lines.append(
         "the model, its adapter and what a step needs; not text encoder, VAE, CUDA context (about "
         "half a GiB) and fragmentation. docs/estimator.md has the errors against measurements"

@@ -15,10 +15,19 @@ from .conditions import config_conditions
 from .config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
 from .configedit import write_keys
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
-from .estimate import GIB, add_workload_options, describe, overrides_of, print_findings
+from .estimate import (
+    GIB,
+    MARGIN,
+    add_workload_options,
+    describe,
+    overrides_of,
+    print_findings,
+    usable,
+)
 from .estimator.cards import Card, card, cards
 from .estimator.reading import Overrides, Read, read_workload
 from .estimator.timing import time_of
+from .estimator.workload import Workload
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import ConfigSource, load_settings
@@ -27,8 +36,7 @@ from .validate import printable
 if TYPE_CHECKING:  # it imports torch
     from .estimator.searching import Found
 
-CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
-MARGIN = 0.05  # of the budget: twice the estimator's median error, see docs/estimator.md
+LARGE = 0.15  # a share of the peak for which it is worth saying what would cut it
 FASTER = 0.98  # another step is worth mentioning when it takes this share of the time, or less
 DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
 
@@ -57,18 +65,19 @@ class Plan:
 
 def plan_config(
     config: ConfigSource,
-    budget: float,
+    budget: float | str,
     *,
     on: Card | None = None,
     margin: float = MARGIN,
     registry: FamilyRegistry | None = None,
     overrides: Overrides = Overrides(),
 ) -> Plan:
-    """The keys with the least step time whose peak fits into ``budget`` bytes of a card.
+    """The keys with the least step time whose peak fits into ``budget`` of a card.
 
-    margin: share of the budget that stays free, beside the CUDA context. The search is exact over
-    all intervals up to 8 and the whole stack, strides, ``keep_last``, operators to keep, backends
-    and offloading. Raises ``ConfigError``, ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
+    budget: bytes, or text such as ``24GiB``. margin: share of it that stays free, beside the CUDA
+    context. The search is exact over all intervals up to 8 and the whole stack, strides,
+    ``keep_last``, operators to keep, backends and offloading. Raises ``ConfigError``,
+    ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
     """
     from .estimator.profiling import profile
     from .estimator.searching import Search
@@ -78,8 +87,9 @@ def plan_config(
     for condition in conditions:
         if condition.off:
             raise WorkloadError(f"there is nothing to plan, since {condition}")
-    usable = budget * (1 - margin) - CONTEXT
-    if usable <= 0:
+    budget = memory(budget) if isinstance(budget, str) else budget
+    reach = usable(budget, margin)
+    if reach <= 0:
         raise WorkloadError(
             f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
         )
@@ -90,14 +100,14 @@ def plan_config(
         raise WorkloadError(f"{read.workload.family.title} has no blocks that could be scheduled")
     search = Search(measured, read.workload.family, settings, chosen)
     none = next(c.seconds for c in search.candidates if c.keys == {PREFIX: False})
-    found = search.fastest(usable)
+    found = search.fastest(reach)
     return Plan(
         read=read,
         conditions=tuple(map(str, conditions)),
         enabled=settings.checkpointing.enabled,
         card=chosen,
         budget=budget,
-        usable=usable,
+        usable=reach,
         none=none,
         found=found,
         next=search.smallest(faster_than=found.seconds * FASTER) if found else None,
@@ -173,31 +183,35 @@ def advice(plan: Plan) -> list[str]:
         "activations that are kept": step.kept,
         "the working set of a block": step.working,
     }
-    most = max(parts, key=lambda name: parts[name])
-    lines = [f"most of it is {most}: {parts[most] / GIB:.2f} GiB"]
     missing = step.peak - plan.usable
-    lines.append(f"missing are {missing / GIB:.2f} GiB")
-    if most == "weights" and not work.weights_on_cpu:
-        if work.base_bytes > 1 and work.adapter != "full":
-            lines.append("base_model_precision int8-... or fp8-... about halves the weights")
-        lines.append("ramtorch, or musubi_blocks_to_swap, keeps weights in CPU memory")
-    if most in ("gradients", "optimizer state"):
-        if work.adapter == "full":
-            lines.append(
-                "model_type lora trains, and keeps states for, a small share of the weights"
-            )
-        else:
-            lines.append("a smaller lora_rank has smaller states and gradients")
-        lines.append("an 8-bit optimizer has smaller states")
-    if most in ("activations that are kept", "the working set of a block"):
-        if work.batch > 1:
-            lines.append(
-                "a smaller train_batch_size with gradient_accumulation_steps cuts it in proportion"
-            )
-        lines.append("a lower resolution, or fewer frames, cuts it in proportion")
-        if work.dropout:
-            lines.append("lora_dropout 0 saves the masks and inputs that dropout keeps")
+    lines = [f"missing are {missing / GIB:.2f} GiB"]
+    for part in sorted(parts, key=lambda name: -parts[name]):
+        if parts[part] >= LARGE * step.peak:
+            lines.append(f"{part}: {parts[part] / GIB:.2f} GiB; {_lever(part, work)}")
     return lines
+
+
+def _lever(part: str, work: Workload) -> str:
+    """What in the trainer's config would cut a part of the peak."""
+    if part == "weights":
+        if work.adapter == "full":
+            return "they are all trained, so they stay"
+        levers = [] if work.base_bytes <= 1 else ["base_model_precision int8-quanto halves them"]
+        levers += [] if work.weights_on_cpu else ["ramtorch keeps them in CPU memory, if slowly"]
+    elif part in ("gradients", "optimizer state"):
+        levers = ["an 8-bit optimizer has smaller states"]
+        if work.adapter == "full":
+            levers.append("model_type lora trains a small share of the weights")
+        else:
+            levers.append("a smaller lora_rank has less of both")
+    else:
+        levers = ["a lower resolution" + (", or fewer frames," if work.frames > 1 else "")]
+        levers[0] += " cuts it in proportion"
+        if work.batch > 1:
+            levers.append("so does a smaller train_batch_size, with gradient_accumulation_steps")
+        if work.dropout and work.adapter == "lora":
+            levers.append("lora_dropout 0 saves its masks and inputs")
+    return "; ".join(levers) or "the trainer's config has nothing more to offer"
 
 
 def print_json(plan: Plan) -> None:

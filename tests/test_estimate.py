@@ -102,7 +102,7 @@ def test_what_is_not_understood_is_said(config, said):
         ({"musubi_blocks_to_swap": 4}, "the weights of swapped blocks are counted"),
         ({"controlnet": True}, "not the ControlNet that is trained"),
         ({"mixed_precision": "fp16"}, "fp16 is taken as bf16"),
-        ({"base_model_precision": "int8-sdnq"}, "its scales and the workspace"),
+        ({"base_model_precision": "int8-sdnq"}, "its scales and workspaces"),
         ({"dynamo_backend": "inductor"}, "compiled blocks save other tensors"),
     ],
 )
@@ -227,12 +227,12 @@ def test_the_command_says_what_it_rests_on(tmp_path, capsys):
     path = written(tmp_path, WAN | {"dynamo_backend": "inductor"})
     assert estimate.main([path, *SMALL, "--modes", "none,layer", "--gpu", "l40s"]) == 0
     out = capsys.readouterr().out
-    assert "Wan 2.1 / 2.2: 64x64 pixels, 5 frames, batch 1, LoRA of rank 16" in out
+    assert "Wan 2.1 / 2.2 1.3b: 64x64 pixels, 5 frames, batch 1, LoRA of rank 16" in out
     rows_of_table = [line.split()[0] for line in out.splitlines()[2:5]]
     assert rows_of_table == ["config", "none", "layer"]
     assert "assumed: optimizer adamw_bf16" in out
     assert "not modelled: dynamo_backend inductor" in out
-    assert "come from the number of kernels, not from FLOPs" in out
+    assert "times of all modes come from the number of kernels, not from FLOPs" in out
     assert "not measurements" in out
 
 
@@ -339,7 +339,8 @@ def test_nothing_fits(tmp_path, capsys):
     assert plan.main([path, "--budget", "3GiB"]) == 1
     out = capsys.readouterr().out
     assert "nothing fits; the least that the keys can reach: peak" in out
-    assert "most of it is the working set of a block" in out
+    assert "the working set of a block: " in out
+    assert "lora_dropout 0 saves its masks" in out
     assert "a lower resolution, or fewer frames" in out
 
 
@@ -409,6 +410,13 @@ def test_no_amount_of_memory(tmp_path, capsys, budget):
         plan.main([written(tmp_path, WAN), f"--budget={budget}"])
     assert ended.value.code == 2
     assert "is no amount of memory; write 24GiB" in capsys.readouterr().err
+
+
+def test_a_budget_as_text():
+    found = plan.plan_config(
+        WAN, "4GiB", registry=REGISTRY, overrides=Overrides(width=64, height=64)
+    )
+    assert found.budget == 4 * GIB
 
 
 def test_amounts_of_memory():

@@ -50,7 +50,10 @@ def few_blocks(family, config, most):
         else:
             fewer[key] = min(value, most)
     for key in PER_LEVEL & set(config):
-        fewer[key] = [min(count, most) for count in config[key]]
+        counts = config[key]
+        fewer[key] = (
+            min(counts, most) if isinstance(counts, int) else [min(c, most) for c in counts]
+        )
     return dict(config) | fewer
 
 
@@ -59,15 +62,23 @@ def tail(path, target):
     return matches(target, ".".join(path.split(".")[-len(target.split(".")) :]))
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if name not in VALUES_ASKED])
-def test_a_step_of_every_family(name):
+SIZES = [
+    (name, size)
+    for name, family in TRAINED.items()
+    for size in (family.sizes or (None,))
+    if name not in VALUES_ASKED
+]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_step_of_every_size(name, size):
     family = TRAINED[name]
     training = family.training
     width, height = training.resolution
     work = Workload(
         family=family,
         model_class=family.classes[0],
-        config=few_blocks(family, family.config_of_size(family.size(None)), BLOCKS.get(name, 2)),
+        config=few_blocks(family, family.config_of_size(size), BLOCKS.get(name, 2)),
         batch=BATCH,
         width=width,
         height=height,
@@ -98,7 +109,7 @@ def test_a_model_that_asks_for_numbers(name):
     family = TRAINED[name]
     config = few_blocks(family, family.config_of_size(family.size(None)), 2)
     work = Workload(family, family.classes[0], config, targets=family.training.targets)
-    with pytest.raises(WorkloadError, match="cannot be run without memory.*numbers in its"):
+    with pytest.raises(WorkloadError, match="cannot be estimated: .*numbers in its"):
         profile(work)
 
 
@@ -119,6 +130,12 @@ WORDS = {"batch": 2, "frames": 3, "height": 4, "width": 6, "text": 5, "channels"
 )
 def test_a_number(expression, value):
     assert shapes.number(expression, WORDS) == value
+
+
+@pytest.mark.parametrize(("switch", "expected"), [(0, None), (1, {"shape": [2], "fill": 1})])
+def test_an_argument_that_hangs_on_a_switch(switch, expected):
+    spec = {"shape": ["batch"], "fill": 1, "when": "guidance"}
+    assert shapes.resolved(spec, WORDS | {"guidance": switch}) == expected
 
 
 @pytest.mark.parametrize(

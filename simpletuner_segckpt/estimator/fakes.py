@@ -1,5 +1,6 @@
 """Tensors without memory, and what else of torch is private and needed for them."""
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,9 +33,22 @@ def without_memory(exact_lifetimes: bool = False) -> Iterator[None]:
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_CONSTANTS),
         patch.object(nn.Module, "_apply", _convert),
         quiet("torch._subclasses.fake_tensor"),  # it logs what is raised anyway
+        _no_garbage_collection(),
         mode,
     ):
         yield
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """torch 2.13 crashes when cycles of fake tensors are collected while one is being made."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager
@@ -51,8 +65,8 @@ def explained(name: str) -> Iterator[None]:
         UserError,
     ) as error:
         raise WorkloadError(
-            f"{name} cannot be run without memory: what it does depends on the numbers in its "
-            f"tensors ({_first_line(error)})"
+            f"{name} cannot be estimated: what it does depends on the numbers in its tensors, of "
+            f"which there are none here ({_first_line(error)})"
         ) from error
     except Exception as error:  # of the model, or of the library that adapts it
         raise WorkloadError(

@@ -174,6 +174,7 @@ class Search:
         places = [(block.stack, block.index) for block in self.profile.blocks]
         found = []
         seen = set()
+        seen_units = set()
         widths = sorted({*range(1, min(WIDEST, longest) + 1), longest})
         for interval, keep_last in product(widths, range(total + 1)):
             for stride in range(interval, longest + 1):
@@ -185,7 +186,10 @@ class Search:
                 keys = _keys(interval, stride, keep_last)
                 report = planned(self.profile, self.family, settings_with(self.settings, keys))
                 inside = {(path, b) for path, s in schedules.items() for b in s.covered}
-                units = units_of(self.profile, report.stacks)
+                units = tuple(units_of(self.profile, report.stacks))
+                if units in seen_units:  # one by one, all widths are the same
+                    continue
+                seen_units.add(units)
                 first = {places[unit.blocks[0]] for unit in units if unit.covered}
                 found.append(
                     _Schedule(
@@ -243,4 +247,4 @@ def _matrix(rows: Iterable[Sequence[bool]]) -> torch.Tensor:
 
 def _simplicity(found: Found) -> tuple[float, int]:
     """Of what takes the same time, the least memory is best, then the fewest keys."""
-    return found.step.peak, len(found.keys)
+    return found.step.peak, len(found.keys) if found.keys != {PREFIX: False} else 0

@@ -2,7 +2,8 @@
 
 On top of what ``tiny.make`` understands: a dimension or ``fill`` may be an expression, ``ones`` or
 ``zeros`` is the number of leading columns of a mask that are true or false, ``value`` is a number
-and ``each`` stands for a list with one entry for each sample.
+and ``each`` stands for a list with one entry for each sample. ``when`` is a switch of the model's
+config without which the argument is None.
 """
 
 import ast
@@ -26,6 +27,9 @@ def resolved(spec: Any, words: Mapping[str, int]) -> Any:
         return [resolved(entry, words) for entry in spec]
     if not isinstance(spec, Mapping):
         return spec
+    if "when" in spec:
+        rest = {key: value for key, value in spec.items() if key != "when"}
+        return resolved(rest, words) if number(spec["when"], words) else None
     if "each" in spec:
         return [resolved(spec["each"], words) for _ in range(words["batch"])]
     if "value" in spec:

@@ -24,14 +24,14 @@ def training_of(family: Family) -> Training:
 class Workload:
     """One training step of one model.
 
-    model_class: dotted path. config: the model's configuration. width, height (pixels) and frames:
-    of a sample. text: tokens. dropout: of LoRA. lycoris: what SimpleTuner's ``lycoris_config`` file
-    holds. dtype: of the weights, of the adapter's too. autocast: whether the forward runs under
-    bf16 autocast. base_bytes: bytes for each weight of a frozen linear layer, at most those of
-    dtype. optimizer_bytes: of state for each trained parameter. stepping: copies of the trained
-    parameters that its step makes. weights_on_cpu: RamTorch, which keeps the weights of linear
-    layers in CPU memory. accumulates: whether gradients stay between steps. ema: whether a copy of
-    the trained parameters is kept.
+    model_class: dotted path. size: its name, where it is a published one. config: the model's
+    configuration. width, height (pixels) and frames: of a sample. text: tokens. dropout: of LoRA.
+    lycoris: what SimpleTuner's ``lycoris_config`` file holds. dtype: of the weights, of the
+    adapter's too. autocast: whether the forward runs under bf16 autocast. base_bytes: bytes for
+    each weight of a frozen linear layer, at most those of dtype. optimizer_bytes: of state for each
+    trained parameter. stepping: copies of the trained parameters that its step makes.
+    weights_on_cpu: RamTorch, which keeps the weights of linear layers in CPU memory. accumulates:
+    whether gradients stay between steps. ema: whether a copy of the trained parameters is kept.
     """
 
     family: Family
@@ -55,4 +55,5 @@ class Workload:
     fused_qkv: bool = False
     accumulates: bool = False
     ema: bool = False
+    size: str = ""
     stepping: int = 0
