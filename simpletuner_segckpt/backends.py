@@ -121,19 +121,20 @@ class Backend:
         parts: dict[Kind, Runner] = {}
         if offload is not None and config.offload_attention:
             parts["attention"] = partial(offload.run, "attention")
-        gap = partial(_with_parts, parts) if parts else plainly
+        gap = partial(with_parts, parts) if parts else plainly
         if config.keep:
             contexts = (*contexts, lambda: Kept(config.keep).contexts())
         covered: Runner = Recompute(contexts, offload if config.inputs_on_cpu else None)
         if config.feed_forward_only:
             recompute = partial(_counted, covered)
-            covered = partial(_with_parts, {**parts, "feed_forward": recompute})
+            covered = partial(with_parts, {**parts, "feed_forward": recompute})
         return Runners(covered, gap, offload)
 
 
-def _with_parts(
+def with_parts(
     parts: Mapping[Kind, Runner], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Call ``function``, a block or what runs one, with its parts run as ``parts`` says."""
     with treated(parts):
         return function(*args, **kwargs)
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from .config_schema import CheckpointingConfig
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
-from .estimate import add_workload_options, modes_in, overrides_of
+from .estimate import add_workload_options, modes_in, overrides_of, print_findings
 from .estimator.cards import card
 from .estimator.modes import MODES, OWN, keys_of
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import Settings, load_settings
-from .validate import Checked, UsageError, print_text, printable
+from .validate import UsageError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _bench(options)
     except ConfigError as error:
-        print_text([Checked(options.config, list(error.findings))])
-        return 2 if any(f.rule == "unreadable" for f in error.findings) else 1
+        return print_findings(options.config, error)
     except (UnknownFamily, FamilyError, WorkloadError, UsageError) as error:
         return refuse("bench", printable(str(error)))
     except KeyboardInterrupt:

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from torch.nn import Module
 from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack, Tiny
 from .install import Installation, apply
-from .messages import logger
+from .messages import logger, quiet
 from .output import command, refuse
 from .prove import Step, counted, step
 from .registry import FamilyRegistry
@@ -268,23 +267,14 @@ def _run(families: Sequence[Family]) -> list[Check]:
     from rich.progress import Progress
 
     checks: list[Check] = []
-    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress, _quiet():
+    # Without this package's own messages: what a check finds is in its table.
+    silence = quiet(logger, logging.ERROR)
+    with Progress(transient=True, disable=not sys.stderr.isatty()) as progress, silence:
         task = progress.add_task("checking", total=len(families))
         for family in families:
             progress.update(task, advance=1, description=family.title)
             checks += check_family(family)
     return checks
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without this package's own messages: what a check finds is in its table."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _row(cell: Compared) -> str:
     mode = f"{row.mode} ({row.variant})" if row.variant else row.mode
     published_seconds = f"{row.seconds:.3f}" if row.seconds else ""
     predicted = f"{cell.seconds:.3f}" if cell.seconds else ""
-    number = f"[{_number(cell)}](#why)" if _number(cell) else ""
+    number = f"[{at}](#why)" if (at := _number(cell)) else ""
     return (
         f"| {row.precision} | {mode} | {row.gib:.2f} | {cell.gib:.2f} | {100 * cell.error:+.1f}% | "
         f"{published_seconds} | {predicted} | {number} |"

@@ -14,14 +14,13 @@ from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from .estimator.cards import Card, card, cards
 from .estimator.modes import MODES, OWN, Estimate, estimate, keys_of
 from .estimator.reading import Overrides, Read, read_workload
-from .estimator.records import Profile
+from .estimator.records import GIB, Profile
 from .estimator.timing import Time, time_of
 from .output import command, refuse
 from .registry import FamilyRegistry
-from .settings import ConfigSource, Settings, load_settings
+from .settings import ConfigSource, load_settings
 from .validate import PRINTERS, Checked, printable
 
-GIB = 1 << 30
 CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
 MARGIN = 0.05  # of the card: twice the estimator's median error, see docs/estimator.md
 WIDTH = 120  # columns that the table needs, also where no terminal says how many there are
@@ -40,19 +39,12 @@ class Row:
     against_none: float | None = None
     traced: int | None = None
 
-    @property
-    def recomputed(self) -> float:
-        """FLOPs that are done twice, as a share of those of the forward."""
-        step = self.estimate.step
-        return step.recomputed.flops / step.forward.flops if step and step.forward.flops else 0.0
-
 
 @dataclass(frozen=True)
 class Estimates:
     """What ``segckpt estimate`` prints."""
 
     read: Read
-    settings: Settings
     profile: Profile
     card: Card | None
     rows: list[Row] = field(default_factory=list)
@@ -76,7 +68,7 @@ def estimate_config(
 
     settings = load_settings(config)
     read = read_workload(settings, registry or FamilyRegistry.default(), overrides)
-    found = Estimates(read, settings, profile(read.workload), on)
+    found = Estimates(read, profile(read.workload), on)
     family = read.workload.family
 
     plain = estimate(found.profile, family, settings, "none", keys_of("none")).step
@@ -136,7 +128,7 @@ def _cells(row: Row, found: Estimates) -> list[str]:
         return [row.estimate.mode, "-"]
     parts = (step.peak, step.weights, step.gradients, step.states, step.kept, step.working)
     cells = [row.estimate.mode, *(f"{part / GIB:.2f}" for part in parts)]
-    cells.append(f"{100 * row.recomputed:.0f}%")
+    cells.append(f"{100 * step.recomputed_share:.0f}%")
     if found.card:
         cells.append(f"{row.against_none:.2f}" if row.against_none else "")
         cells.append("yes" if step.peak <= usable(found.card.memory * GIB) else "no")
@@ -202,7 +194,8 @@ def print_json(found: Estimates) -> None:
         if row.estimate.step is None:
             entry["impossible"] = row.estimate.impossible
         else:
-            entry |= asdict(row.estimate.step) | {"recomputed_share": row.recomputed}
+            share = row.estimate.step.recomputed_share
+            entry |= asdict(row.estimate.step) | {"recomputed_share": share}
             if row.time:
                 entry["time"] = asdict(row.time) | {
                     "total": row.time.total,

@@ -1,8 +1,21 @@
 """What this package says while a model trains."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger("simpletuner_segckpt")
+
+
+@contextmanager
+def quiet(log: logging.Logger, level: int) -> Iterator[None]:
+    """Within this, ``log`` says nothing below ``level``."""
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class Messages:

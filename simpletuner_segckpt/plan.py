@@ -16,7 +16,6 @@ from .config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
 from .configedit import write_keys
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from .estimate import (
-    GIB,
     MARGIN,
     add_workload_options,
     describe,
@@ -26,6 +25,7 @@ from .estimate import (
 )
 from .estimator.cards import Card, card, cards
 from .estimator.reading import Overrides, Read, read_workload
+from .estimator.records import GIB
 from .estimator.timing import time_of
 from .estimator.workload import Workload
 from .output import command, refuse
@@ -165,10 +165,9 @@ def print_text(plan: Plan) -> None:
 
 def _line(what: str, found: "Found", none: float) -> str:
     step = found.step
-    share = step.recomputed.flops / step.forward.flops if step.forward.flops else 0
     return (
         f"{what}: peak {step.peak / GIB:.2f} GiB, {found.seconds / none:.2f} times the step "
-        f"without recompute, {100 * share:.0f}% of the forward recomputed"
+        f"without recompute, {100 * step.recomputed_share:.0f}% of the forward recomputed"
     )
 
 

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from ..estimator.records import GIB
+
 Status = Literal["measured", "OOM", "failed", "unsupported", "not run"]
 
-GIB = 1 << 30
 SAME_MEMORY = 0.005  # peaks that differ by less than this share are the same
 
 

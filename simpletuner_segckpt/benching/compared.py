@@ -7,10 +7,10 @@ from typing import Any
 from ..errors import WorkloadError
 from ..estimator.modes import estimate
 from ..estimator.profiling import profile
+from ..estimator.records import GIB
 from ..estimator.workload import Workload
 from ..registry import FamilyRegistry
 from ..settings import load_settings
-from .cells import GIB
 from .running import read
 
 

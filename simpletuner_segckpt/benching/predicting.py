@@ -7,9 +7,9 @@ from typing import Any
 from ..estimator.cards import Card, cards
 from ..estimator.modes import estimate
 from ..estimator.profiling import profile
+from ..estimator.records import GIB
 from ..estimator.timing import time_of
 from ..settings import Settings
-from .cells import GIB
 from .trial import Trial
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..backends import Backend, Recompute, plainly
+from ..backends import Backend, Recompute, plainly, with_parts
 from ..config_schema import CheckpointingConfig
 from ..family import Stack
 from ..intercept import release
 from ..offload import MOST_LEAVING, SMALLEST, Offload
-from ..parts import Kind, Part, Runner, intercept_parts, parts_of, treated
+from ..parts import Kind, Part, Runner, intercept_parts, parts_of
 from . import fakes
 from .cuda import CudaSemantics
 from .ledger import Ledger, tensors_in
@@ -178,12 +178,7 @@ def _runner(treatment: str, away: "_Away", again: _Again) -> Runner:
         run = Backend(CheckpointingConfig(keep=kept)).begin(contexts).covered
     elif name == FFN:
         parts["feed_forward"] = Recompute(offload=away if INPUTS in treatment else None)
-    return partial(_with_parts, parts, run) if parts else run
-
-
-def _with_parts(parts: Any, run: Runner, block: Any, *args: Any, **kwargs: Any) -> Any:
-    with treated(parts):
-        return run(block, *args, **kwargs)
+    return partial(with_parts, parts, run) if parts else run
 
 
 @contextmanager

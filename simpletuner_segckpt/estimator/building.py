@@ -5,6 +5,7 @@ the model that ``bench`` trains.
 """
 
 import inspect
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -15,8 +16,8 @@ from torch import nn
 
 from ..errors import WorkloadError
 from ..family import Training, matches
+from ..messages import quiet
 from ..tiny import load_class, make
-from .fakes import quiet
 from .layers import fuse_projections, stream_weights
 from .shapes import resolved
 from .workload import Workload, training_of
@@ -90,7 +91,7 @@ def add_lycoris(model: nn.Module, config: Mapping[str, Any]) -> None:
     presets = {name: deepcopy(v) for name, v in vars(LycorisNetwork).items() if name.isupper()}
     try:  # a preset is for the whole process
         LycorisNetwork.apply_preset(options.pop("apply_preset", {}))
-        with quiet("LyCORIS"):
+        with quiet(logging.getLogger("LyCORIS"), logging.CRITICAL):
             network = create_lycoris(model, options.pop("multiplier", 1.0), **options)
             network.apply_to()
     finally:

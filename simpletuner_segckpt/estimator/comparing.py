@@ -13,11 +13,10 @@ from .composing import Composed
 from .modes import MODES, estimate, keys_of
 from .profiling import profile
 from .published import SAME_AS, Example, Row, published, rows
-from .reading import QUANTIZED, Overrides, Read, read_workload
-from .records import Profile
+from .reading import QUANTIZED, Overrides, read_workload
+from .records import GIB, Profile
 from .timing import time_of
 
-GIB = 1 << 30
 GPUS = ("H100", "L40S")  # those of the sweep
 MODES_BUILT_FOR = ("none", "layer", "interval2", "seg2-stride4")
 
@@ -53,7 +52,6 @@ class Comparison:
 
     name: str
     example: Example
-    read: Read
     cells: tuple[Compared, ...]
 
     @property
@@ -88,7 +86,7 @@ def compare_example(name: str, gpu: str = "H100") -> Comparison:
         )
         if made.step is not None:
             cells.append(_cell(row, made.step, on))
-    return Comparison(name, example, read, tuple(cells))
+    return Comparison(name, example, tuple(cells))
 
 
 def _cell(row: Row, step: Composed, on: Card) -> Compared:

@@ -50,6 +50,11 @@ class Composed:
     calls: int
     where: str
 
+    @property
+    def recomputed_share(self) -> float:
+        """FLOPs that are done twice, as a share of those of the forward."""
+        return self.recomputed.flops / self.forward.flops if self.forward.flops else 0.0
+
 
 def units_of(profile: Profile, stacks: Iterable[StackReport]) -> list[Unit]:
     """The units of a schedule, in execution order."""

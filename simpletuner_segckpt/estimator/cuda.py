@@ -14,6 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .workload import Workload
+
 aten = torch.ops.aten
 
 # Functions that autocast runs in the lower precision, and in float32. Of torch's lists, those that
@@ -50,6 +52,11 @@ class CudaSemantics(TorchFunctionMode):
         super().__init__()
         self.autocast = autocast
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def of(cls, work: Workload) -> "CudaSemantics":
+        """As the forward of a workload runs."""
+        return cls(torch.bfloat16 if work.autocast else None)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

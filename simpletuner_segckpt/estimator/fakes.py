@@ -14,9 +14,12 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.autograd import graph
 
 from ..errors import SegckptError, WorkloadError
+from ..messages import quiet
 
 # A mask with this many numbers keeps them, so that a model can ask for its lengths.
 MOST_CONSTANTS = 1 << 16
+
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @contextmanager
@@ -32,7 +35,7 @@ def without_memory(exact_lifetimes: bool = False) -> Iterator[None]:
     with (
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", MOST_CONSTANTS),
         patch.object(nn.Module, "_apply", _convert),
-        quiet("torch._subclasses.fake_tensor"),  # it logs what is raised anyway
+        quiet(_FAKES, logging.CRITICAL),  # it logs what is raised anyway
         _no_garbage_collection(),
         mode,
     ):
@@ -76,18 +79,6 @@ def explained(name: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "no reason given")
-
-
-@contextmanager
-def quiet(logger: str) -> Iterator[None]:
-    """Within this, a library's logger says nothing short of a crash."""
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def _convert(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:

@@ -240,7 +240,7 @@ def _recorded(model: Any, places: Sequence[Place], work: Workload) -> _Recorder:
     """One step of ``model`` without checkpointing."""
     recorder = _Recorder()
     inputs = building.inputs(work)
-    cuda = CudaSemantics(torch.bfloat16 if work.autocast else None)
+    cuda = CudaSemantics.of(work)
     with ExitStack() as hooks, recorder.ledger, cuda:
         for place in places:
             for handle in recorder.watch(place):
@@ -271,7 +271,7 @@ def _measured(recorder: _Recorder, work: Workload) -> Profile:
     kinds: list[Kind] = []
     known: dict[Any, int] = {}
     blocks = []
-    cuda = CudaSemantics(torch.bfloat16 if work.autocast else None)
+    cuda = CudaSemantics.of(work)
     for call in recorder.calls:
         leaves, spec = pytree.tree_flatten(call.arguments)
         called = [replace(x, itself=None) if isinstance(x, Hole) else repr(x) for x in leaves]
@@ -367,6 +367,7 @@ def _freed(found: Profile, recorder: _Recorder) -> list[int]:
     left = sum(part.kept for part in found.glue)
     freed = [0] * len(found.glue)
     gradients = shared = done = 0
+    of_all = composing.shared_gradients(found)
     for at in reversed(range(len(found.blocks))):
         event = recorder.into.get(at)
         if event is not None:
@@ -374,7 +375,7 @@ def _freed(found: Profile, recorder: _Recorder) -> list[int]:
             freed[at + 1] = begun[at] - done - there
             done += freed[at + 1]
             gradients += found.kinds[found.blocks[at].kind].trained
-            shared = composing.shared_gradients(found)
+            shared = of_all
     freed[0] = left - done
     return freed
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, fields
 
 from .treatments import instead_of
 
+GIB = 1 << 30  # bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -38,7 +38,7 @@ def trace(work: Workload, keys: Mapping[str, Any]) -> int:
     if moves:
         keys = {**keys, KEY_OF_BUFFERS: 1_000_000}  # what is pageable would be looked at
     ledger = Ledger()
-    cuda = CudaSemantics(torch.bfloat16 if work.autocast else None)
+    cuda = CudaSemantics.of(work)
     with (
         fakes.without_memory(exact_lifetimes=moves),
         KnownValues(training_of(work.family).experts),
