@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from .errors import FamilyError, UnknownFamily
 from .family import Family, Stack
+from .native_facts import COVERAGES
 from .output import command, refuse
 from .registry import FamilyRegistry
 
@@ -103,8 +104,15 @@ def _native(family: Family) -> list[str]:
         return []
     lines = [f"an interval above 1: {native.segments}"]
     if native.fallback:
-        lines.append(f"where it goes block by block, it covers {native.fallback}")
+        lines.append(f"where it goes block by block, it covers {COVERAGES[native.fallback]}")
+    if native.fault:
+        lines.append(f"**{native.fault}**")
+    if native.counted_on:
+        lines.append("the blocks of one stack are counted on from those of the one before")
+    lines += [f"`{p}` block by block: {COVERAGES[c]}" for p, c in native.block_by_block.items()]
     lines.append(f"backends: {', '.join(native.backends) or 'none'}")
+    if native.feed_forward:
+        lines.append(f"backends that end in -ffn cover {COVERAGES[native.feed_forward]}")
     lines.append(f"attention offload: {'yes' if native.attention_offload else 'no'}")
     return [*lines, *native.notes]
 

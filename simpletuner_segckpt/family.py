@@ -63,14 +63,23 @@ class ArgumentCondition(_Record):
     stacks: tuple[str, ...] = ()  # all stacks when empty
 
 
+# Which blocks a trainer's own class covers where it goes block by block: all of them whatever the
+# keys say, every n-th whatever the stride, or every n-th and with a stride those in its windows.
+Coverage = Literal["all", "every-nth", "windows"]
+
+
 class Native(_Record):
     """What a trainer's own class, which brings its own setters, does with the keys."""
 
     classes: tuple[str, ...]
     segments: Literal["whole-block", "per-block", "every-nth", "ignored", "broken"]
-    fallback: str = ""  # what it covers when it goes block by block
-    backends: tuple[str, ...] = ()
+    fallback: Coverage | None = None  # where a class with segments goes block by block
+    fault: str = ""  # why it must not go block by block
+    backends: tuple[str, ...] = ()  # those that it carries out
+    feed_forward: Coverage | None = None  # of the backends that recompute feed-forwards
     attention_offload: bool = False
+    block_by_block: Mapping[str, Coverage] = {}  # stacks that have a rule of their own
+    counted_on: bool = False  # the index of blocks runs on from one stack into the next
     notes: tuple[str, ...] = ()
 
 

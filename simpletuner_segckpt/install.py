@@ -21,6 +21,7 @@ from .gates import FUNCTION, Gates
 from .intercept import DOOR
 from .messages import logger
 from .native import Settled, heard, is_native, restore, settle
+from .native_facts import native_problems
 from .parts import Kind
 from .planning import make_report, problems
 from .registry import FamilyRegistry
@@ -203,10 +204,9 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
 def _problems(
     base: Module, settings: Settings, family: Family | None, report: Report
 ) -> list[Finding]:
-    """What the keys ask for and the engine cannot do on this model; classes with setters of their
-    own are asked instead."""
+    """What the keys ask for and the engine, or a class with setters of its own, cannot do."""
     if is_native(base):
-        return []
+        return list(native_problems(settings, family, type(base).__name__, report))
     config = settings.checkpointing
     found = list(problems(settings, family, type(base).__name__, report))
     moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)

@@ -1,11 +1,11 @@
 """Classes that bring their own setters: asked for what the config says, and believed in nothing.
 
 Some trainers' model classes have ``set_gradient_checkpointing_interval`` and its siblings. Their
-own switches are used then, and the report says which of the options that were asked for such a
-class ignores, runs differently or breaks on, as the family's ``[native]`` facts tell.
+own switches are used then, and the report says what such a class makes of the options, as the
+family's ``[native]`` facts tell (``native_facts``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch.nn import Module
 
 from .config_schema import CheckpointingConfig
 from .family import Family
+from .native_facts import differences, native_report
 from .report import Report
-from .schedule import Schedule
 from .settings import Settings
 
 # Key of the config -> the field that holds it, and the setter that takes its value.
@@ -36,14 +36,6 @@ OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_
 PROCESS_KEYS = {
     "gradient_checkpointing_offload_pin_memory_max_buckets": "pin_memory_max_buckets",
     "gradient_checkpointing_offload_prefetch": "prefetch",
-}
-
-# How a class carries out an interval above 1, where that is not the schedule of the config.
-MEANINGS = {
-    "per-block": "the class checkpoints the covered blocks one by one",
-    "every-nth": "the class checkpoints every n-th block, and no segments",
-    "ignored": "the class ignores it: every block is checkpointed",
-    "broken": "the class breaks when checkpointing is on",
 }
 
 
@@ -70,11 +62,18 @@ def heard(settings: Settings, model: Module) -> Settings:
 
     And without those of which only the class knows what they do inside the blocks.
     """
+    unknown = [*_without_setter(model), "keep_last", "keep", "backend"]
+    config = _defaulted(settings.checkpointing, [*unknown, "offload_attention", "prefetch"])
+    return replace(settings, checkpointing=config)
+
+
+def _without_setter(model: Module) -> list[str]:
+    return [field for field, setter in SETTERS.values() if not hasattr(model, setter)]
+
+
+def _defaulted(config: CheckpointingConfig, fields: Iterable[str]) -> CheckpointingConfig:
     default = CheckpointingConfig()
-    unknown = [field for field, setter in SETTERS.values() if not hasattr(model, setter)]
-    unknown += ["keep_last", "keep", "backend", "offload_attention", "prefetch"]
-    update = {field: getattr(default, field) for field in unknown}
-    return replace(settings, checkpointing=settings.checkpointing.model_copy(update=update))
+    return config.model_copy(update={field: getattr(default, field) for field in fields})
 
 
 def settle(
@@ -109,20 +108,11 @@ def settle(
     for key, field in PROCESS_KEYS.items():
         if getattr(config, field) != getattr(default, field):
             remarks.append(f"{key}: the class has no setter for it; the trainer itself reads it")
-    remarks += _known_differences(config, family)
-    whole = family is None or family.native is None or family.native.segments == "whole-block"
-    whole = whole and not config.feed_forward_only
-    stacks = tuple(
-        replace(
-            stack,
-            strategy="native",
-            schedule=stack.schedule if whole else Schedule(stack.blocks, ()),
-            reason="" if whole else "a schedule of the class's own",
-        )
-        for stack in report.stacks
-        if config.enabled
-    )
-    return _changes(model, snapshot, replace(report, stacks=stacks, remarks=tuple(remarks)))
+    if family and family.native:
+        remarks += differences(config, family.native)
+    taken = _defaulted(config, _without_setter(model))
+    told = replace(native_report(taken, family, report), remarks=tuple(remarks))
+    return _changes(model, snapshot, told)
 
 
 def _changes(model: Module, snapshot: dict[str, dict[str, Any]], report: Report) -> Settled:
@@ -136,23 +126,6 @@ def _changes(model: Module, snapshot: dict[str, dict[str, Any]], report: Report)
             elif old[key] is not value:
                 before.setdefault(name, {})[key] = old[key]
     return Settled(report, before, added)
-
-
-def _known_differences(config: CheckpointingConfig, family: Family | None) -> Iterator[str]:
-    """What the facts say of the options that were asked for."""
-    native = family.native if family else None
-    if native is None:
-        return
-    wide = config.interval > 1 or config.stride is not None
-    if wide and native.segments in MEANINGS:
-        yield f"gradient_checkpointing_interval: {MEANINGS[native.segments]}"
-    if wide and native.fallback:
-        yield f"gradient_checkpointing_interval: block by block, it covers {native.fallback}"
-    if config.backend not in native.backends:
-        yield f"gradient_checkpointing_backend: the class does not carry out {config.backend}"
-    if config.offload_attention and not native.attention_offload:
-        yield "gradient_checkpointing_offload_attention: the class does not carry it out"
-    yield from native.notes
 
 
 def restore(model: Module, settled: Settled) -> None:

@@ -13,9 +13,11 @@ from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, family, keys
 
 import simpletuner_segckpt
-from simpletuner_segckpt import Family
-from simpletuner_segckpt.native import MEANINGS
+from simpletuner_segckpt import ConfigError, Family
+from simpletuner_segckpt.native_facts import COVERAGES, MEANINGS, native_report
+from simpletuner_segckpt.planning import make_report
 from simpletuner_segckpt.prove import step
+from simpletuner_segckpt.settings import load_settings
 
 WITHOUT_CLASS = [described for described in REGISTRY if not described.tiny]
 
@@ -233,6 +235,14 @@ class Native(WithDoor):
         self.stride = value
 
 
+class TakesAll(Native):
+    def set_gradient_checkpointing_backend(self, value):
+        self.backend = value
+
+    def set_gradient_checkpointing_offload_attention(self, value):
+        self.offload = value
+
+
 def native_family(segments="whole-block", **more):
     stack = {"path": "blocks", "block": "Block", "count": "depth"}
     facts = {"classes": ("test_standins.Native",), "segments": segments, "backends": ("torch",)}
@@ -260,19 +270,125 @@ def test_native_setters_are_called_and_restored():
     assert model.__dict__ == before
 
 
-@pytest.mark.parametrize("segments", sorted(MEANINGS))
-def test_what_a_native_class_makes_of_an_interval_is_said(segments, caplog):
+@pytest.mark.parametrize(
+    ("segments", "schedule"),
+    [
+        ("per-block", "[0] [1] 2 3 [4] [5]"),
+        ("ignored", "[0] [1] [2] [3] [4] [5]"),
+        ("every-nth", "0 1 2 3 4 5"),  # which blocks only the class knows
+    ],
+)
+def test_what_a_native_class_makes_of_an_interval_is_said(segments, schedule, caplog):
     model, _ = toy(Native)
-    facts = native_family(segments, fallback="every block", notes=("musubi is ignored",))
+    facts = native_family(segments, notes=("musubi is ignored",))
     report = simpletuner_segckpt.apply(model, keys(2, 4, keep_last=1), family=facts).report
     said = report.remarks
     assert any("keep_last: the class knows no such key" in line for line in said)
     assert any(MEANINGS[segments] in line for line in said)
-    assert any("it covers every block" in line for line in said)
     assert "musubi is ignored" in said
     assert all(line in caplog.text for line in said)
     [stack] = report.stacks
-    assert (stack.strategy, stack.segments) == ("native", ())
+    assert (stack.strategy, str(stack.schedule)) == ("native", schedule)
+
+
+FORCED = {"crepa_enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("fallback", "config", "schedule"),
+    [
+        ("windows", keys(2, 4), "[0 1] 2 3 [4 5]"),
+        ("windows", keys(2, 4) | FORCED, "[0] [1] 2 3 [4] [5]"),
+        ("windows", keys(2) | FORCED, "[0] 1 [2] 3 [4] 5"),
+        ("every-nth", keys(2, 4) | FORCED, "[0] 1 [2] 3 [4] 5"),
+        ("all", keys(2, 4) | FORCED, "[0] [1] [2] [3] [4] [5]"),
+        ("windows", keys(1, 2), "[0] [1] [2] [3] [4] [5]"),  # a stride needs an interval above 1
+    ],
+)
+def test_what_a_native_class_covers_block_by_block(fallback, config, schedule):
+    model, _ = toy(Native)
+    facts = native_family(fallback=fallback)
+    report = simpletuner_segckpt.apply(model, config, family=facts).report
+    assert str(report.stacks[0].schedule) == schedule
+    named = any(COVERAGES[fallback] in line for line in report.remarks)
+    assert named is (config["gradient_checkpointing_interval"] > 1)
+
+
+def native_settings(**config):
+    return load_settings({f"gradient_checkpointing_{key}": value for key, value in config.items()})
+
+
+def native_schedules(facts, stacks, **config):
+    settings = native_settings(**config)
+    report = make_report(settings, facts, stacks)
+    native = native_report(settings.checkpointing, facts, report)
+    return [str(stack.schedule) for stack in native.stacks]
+
+
+def test_stacks_that_a_native_class_counts_on():
+    """As SimpleTuner 4.10.1 ran Kandinsky 5, small, with two stacks of 5 blocks."""
+    facts = family("kandinsky5_video")
+    stacks = {"text_transformer_blocks": 5, "visual_transformer_blocks": 5}
+    assert native_schedules(facts, stacks, interval=2) == ["[0] 1 [2] 3 [4]", "0 [1] 2 [3] 4"]
+    strided = native_schedules(facts, stacks, interval=2, segment_stride=4)
+    assert strided == ["[0] [1] 2 3 [4]", "[0] 1 2 [3] [4]"]
+
+
+def test_stacks_with_a_rule_of_their_own_in_a_native_class():
+    """As SimpleTuner 4.10.1 ran Z-Image and MiniMax H3, small."""
+    stacks = {"noise_refiner": 2, "context_refiner": 2, "layers": 5}
+    strided = native_schedules(family("z_image"), stacks, interval=2, segment_stride=4)
+    assert strided == ["[0] [1]", "[0] [1]", "[0 1] 2 3 [4]"]
+    stacks = {"token_refiner.refiner_blocks": 3, "transformer_blocks": 5}
+    strided = native_schedules(family("minimaxh3"), stacks, interval=2, segment_stride=4)
+    assert strided == ["[0] [1] [2]", "[0 1] 2 3 [4]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("flux", "[0] 1 [2] 3 [4]"), ("chroma", "[0] [1] 2 3 [4]"), ("wan", "[0] [1] [2] [3] [4]")],
+)
+def test_feed_forwards_that_a_native_class_covers(name, schedule):
+    """As SimpleTuner 4.10.1 ran them, small."""
+    facts = family(name)
+    path = facts.stacks[0].path
+    keys = {"interval": 2, "segment_stride": 4, "backend": "unsloth-ffn"}
+    assert native_schedules(facts, {path: 5}, **keys) == [schedule]
+    report = make_report(native_settings(**keys), facts, {path: 5})
+    [stack] = native_report(native_settings(**keys).checkpointing, facts, report).stacks
+    assert stack.feed_forward == facts.stacks[0].feed_forward
+
+
+@pytest.mark.parametrize(
+    ("facts", "config", "said"),
+    [
+        ({"segments": "broken"}, keys(2), "`gradient_checkpointing` is on, but TakesAll breaks"),
+        ({}, {"gradient_checkpointing_backend": "torch-ffn"}, "torch-ffn, which TakesAll does not"),
+        ({}, {"gradient_checkpointing_offload_attention": True}, "does not carry out; write false"),
+        ({"fault": "the gradients are wrong"}, keys(1), "the gradients are wrong; write 2 or more"),
+        ({"fault": "the gradients are wrong"}, keys(2) | FORCED, "`crepa_enabled` makes TakesAll"),
+    ],
+)
+def test_what_a_native_class_cannot_do_is_refused(facts, config, said):
+    model, _ = toy(TakesAll)
+    before = copy.copy(model.__dict__)
+    with pytest.raises(ConfigError, match="SEG402") as error:
+        simpletuner_segckpt.apply(model, config, family=native_family(**facts))
+    assert said in str(error.value)
+    assert model.__dict__ == before
+
+
+def test_a_native_class_with_a_fault_that_segments_do_not_meet(caplog):
+    model, _ = toy(TakesAll)
+    facts = native_family(fault="the gradients are wrong", backends=("torch", "torch-ffn"))
+    report = simpletuner_segckpt.apply(model, keys(2), family=facts).report
+    assert "gradient_checkpointing_interval: the gradients are wrong" in report.remarks
+    config = keys(1) | {"gradient_checkpointing_backend": "torch-ffn"}
+    simpletuner_segckpt.apply(model, config, family=facts)
+    simpletuner_segckpt.apply(model, {"gradient_checkpointing": False}, family=facts)
+    config = keys(2) | {"gradient_checkpointing_backend": "unsloth"}
+    simpletuner_segckpt.apply(model, config, family=facts)
+    assert "is unsloth, but TakesAll recomputes with torch's own function" in caplog.text
 
 
 def test_a_native_class_without_a_setter_for_an_option():
@@ -288,13 +404,6 @@ def test_a_native_class_without_a_setter_for_an_option():
 
 
 def test_a_native_report_promises_nothing_that_only_the_class_knows():
-    class TakesBackends(Native):
-        def set_gradient_checkpointing_backend(self, value):
-            self.backend = value
-
-        def set_gradient_checkpointing_offload_attention(self, value):
-            self.offload = value
-
     more = {
         "gradient_checkpointing_keep": "attention",
         "gradient_checkpointing_backend": "unsloth",
@@ -302,7 +411,7 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
         "gradient_checkpointing_offload_prefetch": True,
         "gradient_checkpointing_offload_pin_memory_max_buckets": 3,
     }
-    model, _ = toy(TakesBackends)
+    model, _ = toy(TakesAll)
     facts = native_family(backends=("torch", "unsloth", "torch-ffn"), attention_offload=True)
     report = simpletuner_segckpt.apply(model, keys(2, 4, 1) | more, family=facts).report
     assert (model.backend, model.offload) == ("unsloth", True)
@@ -320,7 +429,10 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
     config = keys(2) | {"gradient_checkpointing_backend": "torch-ffn"}
     [stack] = simpletuner_segckpt.apply(model, config, family=facts).report.stacks
     assert model.backend == "torch-ffn"
-    assert (stack.segments, stack.reason) == ((), "a schedule of the class's own")
+    assert (stack.segments, stack.reason) == (
+        (),
+        "a schedule of the class's own",
+    )
 
 
 def test_removing_a_native_schedule_touches_nothing_else():
