@@ -1,6 +1,5 @@
 """Installed, disabled, enabled, copied, saved, broken, removed: in any order."""
 
-import contextlib
 import copy
 import gc
 import io
@@ -396,45 +395,6 @@ def test_an_exception_in_the_loop_disturbs_nothing():
     model.between = None
     assert step(model, inputs) == expected
     assert segments(installation) == [(range(0, 3), range(3, 6))]
-
-
-def live_tensors():
-    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-
-
-@pytest.mark.parametrize("kind", [WithDoor, Doorless])
-def test_memory_stays_flat_without_the_garbage_collector(kind):
-    model, inputs = toy(kind)
-    installed(model, inputs, keys(2))
-    seen = []
-    watched = []
-
-    def watch(index, state):
-        watched.append(weakref.ref(state))
-        return state
-
-    def many_steps(count):
-        for number in range(count):
-            step(model, inputs)
-            loss_of(model(**inputs))  # backward never comes
-            with torch.no_grad():
-                model(**inputs)
-            model.between = explode if number % 2 else watch
-            with contextlib.suppress(ArithmeticError):
-                loss_of(model(**inputs)).backward()
-            model.between = None
-
-    gc.collect()
-    gc.disable()
-    try:
-        many_steps(5)
-        seen.append(live_tensors())
-        many_steps(15)
-        seen.append(live_tensors())
-        assert [reference() for reference in watched] == [None] * len(watched)
-    finally:
-        gc.enable()
-    assert seen[0] == seen[1]
 
 
 def test_threads_do_not_meet(flux):
