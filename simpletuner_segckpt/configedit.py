@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .config_schema import PREFIX
 from .configfile import ConfigFile, Member, is_toml, json_members, parse_config, toml_items
+from .envfile import is_env, lines_for
 from .errors import ConfigError
 from .findings import Finding
 
@@ -69,6 +70,8 @@ def edited(data: bytes, name: str, keys: Mapping[str, Any]) -> bytes:
         raise ConfigError(old.findings)
     text = data.removeprefix(mark).decode("utf-8")
     changes = _changes(old, keys)
+    if is_env(name, text):
+        raise ConfigError([Finding("unsupported-option", _by_hand(old, changes), file=name)])
     new = _changed(text, old, changes).encode("utf-8")
     if not _holds(parse_config(new, name), old, changes):
         message = "cannot be edited without changing other keys (a bug, please report it)"
@@ -102,6 +105,19 @@ def _changes(old: ConfigFile, keys: Mapping[str, Any]) -> dict[str, Any]:
         elif not _same(old.values[there[0]], value):
             changes[there[0]] = value
     return changes
+
+
+def _by_hand(old: ConfigFile, changes: Mapping[str, Any]) -> str:
+    """What to do with an env file, which a shell may run as well."""
+    lines = lines_for({k: v for k, v in changes.items() if v is not None and not _says(old, k, v)})
+    gone = [old.called(key) for key, value in changes.items() if value is None]
+    wanted = [f"it must say {' and '.join(lines)}"] if lines else []
+    wanted += [f"it must not say {' and '.join(gone)}"] if gone else []
+    return f"is an env file, which is not edited; {' and '.join(wanted) or 'nothing has to change'}"
+
+
+def _says(old: ConfigFile, key: str, value: Any) -> bool:
+    return isinstance(value, bool) and str(old.values.get(key)).lower() == str(value).lower()
 
 
 def _changed(text: str, old: ConfigFile, changes: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """A trainer's config file, read with the place of every top-level key.
 
-The stdlib decodes JSON and tomlkit TOML; what is added is where each key stands, and that a
-key given twice is seen instead of lost.
+The stdlib decodes JSON, tomlkit TOML and ``envfile`` SimpleTuner's ``config.env``; what is added is
+where each key stands, and that a key given twice is seen instead of lost.
 """
 
 import json
@@ -13,6 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .config_schema import describe
+from .envfile import (
+    EXTRA,
+    Assignment,
+    Setting,
+    assignments,
+    chooser,
+    is_env,
+    remark,
+    settings_of,
+)
 from .findings import Finding, Severity
 
 if TYPE_CHECKING:
@@ -37,11 +47,13 @@ class ConfigFile:
     """The top-level keys of a file as they stand there, with values and places.
 
     ``findings`` says what is wrong with the file itself; ``values`` is then what could be read.
+    ``names`` has what a key is called in the file where that is something else.
     """
 
     name: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
     def finding(
@@ -49,7 +61,11 @@ class ConfigFile:
     ) -> Finding:
         """A finding about this file, at the place of ``key`` if it is there."""
         line, column = self.places.get(key, (0, 0))
-        return Finding(rule, message, key, self.name, line, column, severity)
+        return Finding(rule, message, self.called(key), self.name, line, column, severity)
+
+    def called(self, key: str) -> str:
+        """What ``key`` is called in this file."""
+        return self.names.get(key, key)
 
     def report(self, rule: str, message: str, place: Place = (0, 0), key: str = "") -> None:
         """Add a finding about the file itself."""
@@ -58,7 +74,7 @@ class ConfigFile:
 
 
 def read_config_file(path: str | Path) -> ConfigFile:
-    """Read a JSON or TOML file, or standard input for ``-``. Never raises for what is in it."""
+    """Read a JSON, TOML or env file; ``-`` is standard input. Never raises for what is in it."""
     name = "<stdin>" if str(path) == "-" else str(path)
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
@@ -69,9 +85,10 @@ def read_config_file(path: str | Path) -> ConfigFile:
 
 
 def parse_config(data: bytes, name: str) -> ConfigFile:
-    """Parse the bytes of a config file; ``name`` decides between JSON and TOML.
+    """Parse the bytes of a config file; ``name`` decides between JSON, TOML and env.
 
-    Standard input has no ending: it is TOML unless it starts like JSON.
+    Standard input has no ending: it is env when its first line is ``NAME=``, else TOML unless it
+    starts like JSON.
     """
     file = ConfigFile(name)
     if data.startswith(b"\xef\xbb\xbf"):
@@ -90,7 +107,10 @@ def parse_config(data: bytes, name: str) -> ConfigFile:
     if not text.strip():
         file.report("empty-file", "is empty; write the keys into it", (1, 1))
         return file
-    (_read_toml if is_toml(name, text) else _read_json)(text, file)
+    if is_env(name, text):
+        _read_env(text, file)
+    else:
+        (_read_toml if is_toml(name, text) else _read_json)(text, file)
     return file
 
 
@@ -202,6 +222,62 @@ def toml_items(document: "TOMLDocument") -> "Iterator[tuple[Key | None, Item, in
         rendered = whole.as_string()
         yield key, item, offset, rendered
         offset += len(rendered)
+
+
+def _read_env(text: str, file: ConfigFile) -> None:
+    lines = list(assignments(text))
+    found = [line for line in lines if isinstance(line, Assignment)]
+    if not found:
+        file.report("not-an-object", "holds no line NAME=value", (1, 1))
+        return
+    extra = 0  # the line of the options so far
+    for line in lines:
+        if not isinstance(line, Assignment):
+            message = f"{describe(line[1])} is no NAME=value and is not read"
+            finding = Finding("syntax", message, "", file.name, line[0], 1, "warning")
+            file.findings.append(finding)
+            continue
+        if line.name == EXTRA:
+            if extra and not line.appends and EXTRA not in line.value:
+                message = f"is already given in line {extra}, which it replaces; write += to add"
+                file.report("duplicate-key", message, (line.line, line.column), EXTRA)
+            extra = line.line
+        for setting in settings_of(line):
+            _take(setting, file)
+    _say_what_is_read_instead(chooser(found), file)
+
+
+def _take(setting: Setting, file: ConfigFile) -> None:
+    key, place = setting.key, (setting.line, setting.column)
+    if key in file.values:
+        rule, said = "duplicate-key", f"is already given in line {file.places[key][0]}"
+        if file.called(key) != setting.name:
+            rule, said = "two-spellings", f"is also given as `{file.called(key)}`"
+        file.report(rule, f"{said}; leave one of the two out", place, setting.name)
+    file.values[key] = setting.value
+    file.places[key] = place
+    file.names[key] = setting.name
+    if said := remark(setting):
+        file.findings.append(file.finding("no-effect", said, key, "warning"))
+
+
+def _say_what_is_read_instead(chosen: Assignment | None, file: ConfigFile) -> None:
+    """SimpleTuner takes an env file when told so, or when no JSON and TOML stand beside it."""
+    kind = chosen.value.strip().lower() if chosen else ""
+    path = Path(file.name)
+    beside = [n for n in ("config.json", "config.toml") if path.with_name(n).is_file()]
+    if not file.values or kind == "env":
+        return
+    if chosen and kind:
+        place = (file.name, chosen.line, chosen.column)
+        message = f"is {kind}: SimpleTuner then reads no key of this file"
+        file.findings.append(Finding("no-effect", message, chosen.name, *place, "warning"))
+    elif beside and path.name.lower() == "config.env":
+        message = (
+            f"SimpleTuner reads {beside[0]} beside this file, and no key of this one; "
+            "set CONFIG_BACKEND=env"
+        )
+        file.findings.append(file.finding("no-effect", message, severity="warning"))
 
 
 def _place(text: str, offset: int) -> Place:

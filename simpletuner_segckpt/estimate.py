@@ -224,7 +224,7 @@ def print_findings(config: str, error: ConfigError, form: str = "text") -> int:
 
 def add_workload_options(made: argparse.ArgumentParser) -> None:
     """The options that say what the config does not: for every command that builds a workload."""
-    made.add_argument("config", metavar="CONFIG", help="JSON or TOML; - for standard input")
+    made.add_argument("config", metavar="CONFIG", help="JSON, TOML or env; - for standard input")
     made.add_argument("--family", help="model family, instead of the file's model_family")
     made.add_argument("--size", help="published size, instead of that of the model_flavour")
     made.add_argument(

@@ -10,7 +10,7 @@ RULES = {
     "SEG001": ("unreadable", "the file cannot be read"),
     "SEG101": ("encoding", "the file is not UTF-8, or starts with a byte order mark"),
     "SEG102": ("empty-file", "the file is empty"),
-    "SEG103": ("syntax", "the file is not valid JSON or TOML"),
+    "SEG103": ("syntax", "not valid JSON or TOML, or a line of an env file that is not read"),
     "SEG104": ("not-an-object", "the file holds something else than keys and values"),
     "SEG105": ("duplicate-key", "a key is given twice"),
     "SEG201": ("unknown-key", "a gradient_checkpointing key that does not exist"),

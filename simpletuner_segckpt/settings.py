@@ -129,7 +129,7 @@ def _canonical(file: ConfigFile, findings: list[Finding]) -> dict[str, Any]:
         if plain in known:
             if plain in values:
                 other = plain if key != plain else f"--{plain}"
-                message = f"is also given as `{other}`; leave one of the two out"
+                message = f"is also given as `{file.called(other)}`; leave one of the two out"
                 findings.append(file.finding("two-spellings", message, key))
             values[plain] = value
         elif f"{PREFIX}_{plain}" in CHECKPOINTING_KEYS and plain not in _COMMON_WORDS:
@@ -202,7 +202,7 @@ def _warn(
     if not config.enabled:
         named = {finding.key for finding in findings}
         for key in given:
-            if key != "gradient_checkpointing" and written(file, key) not in named:
+            if key != "gradient_checkpointing" and file.called(written(file, key)) not in named:
                 warn("no-effect", key, "has no effect, since gradient_checkpointing is off")
         return
     stride = "gradient_checkpointing_segment_stride"

@@ -287,7 +287,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"rules:\n{rules}\n\nexit codes: 0 nothing wrong, 1 errors, 2 could not run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("files", nargs="+", metavar="FILE", help="JSON or TOML; - for standard input")
+    made.add_argument("files", nargs="+", metavar="FILE", help="JSON, TOML or env; - for standard input")
     made.add_argument("--family", help="model family, instead of the file's model_family")
     made.add_argument("--model", metavar="DIR", help="diffusers folder whose config.json to read")
     made.add_argument(
