@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .plan import plan_config
     from .probing import probe
     from .registry import FamilyRegistry
+    from .sharding import fully_shard_segments, sharding_units
 
 _HOMES = {
     "CheckpointingConfig": "config_schema",
@@ -41,9 +42,11 @@ _HOMES = {
     "WorkloadError": "errors",
     "apply": "install",
     "estimate_config": "estimate",
+    "fully_shard_segments": "sharding",
     "plan_config": "plan",
     "probe": "probing",
     "remove": "install",
+    "sharding_units": "sharding",
 }
 
 __all__ = [
@@ -60,9 +63,11 @@ __all__ = [
     "WorkloadError",
     "apply",
     "estimate_config",
+    "fully_shard_segments",
     "plan_config",
     "probe",
     "remove",
+    "sharding_units",
 ]
 
 

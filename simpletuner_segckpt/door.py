@@ -235,7 +235,7 @@ class Door:
             return False
         if module not in self._models:
             self._models.add(module)
-            self.intercept(module)
+        self.intercept(module)
         self.intercept_parts(module)
         if not self.gates.asks(module, self):
             self.claim(module)
@@ -285,7 +285,10 @@ class Door:
             )
 
     def intercept(self, module: Module) -> None:
-        """Lead the calls of the blocks of ``module`` here."""
+        """Lead the calls of the blocks of ``module`` here.
+
+        In every forward: a compiler or FSDP may have put a wrapper around them.
+        """
         for stack in self.forwards.stacks if self.intercepts else ():
             intercept(blocks_of(module, stack.path), self)
 

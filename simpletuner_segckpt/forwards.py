@@ -10,6 +10,7 @@ from torch.nn import Module
 from .backends import Backend, Runners
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
+from .fsdp import are_sharded, recompute_fault
 from .hooks import model_conditions
 from .links import inside_checkpoint
 from .lora import has_lora_scale, lora_scale
@@ -18,7 +19,7 @@ from .recording import RecordingRun
 from .report import UNITS, Condition, StackReport, shortfalls
 from .schedule import Schedule, make_schedules
 from .segments import Forward, Proof, SegmentedRun, Stack, StackRun, UnitsRun
-from .stacks import blocks_of, is_compiled
+from .stacks import blocks_of, is_compiled, recomputes_itself
 
 # What tells one shape of call from another: its arguments, by presence.
 CallShape = tuple[Any, ...]
@@ -64,6 +65,8 @@ class Forwards:
         if inside:
             reason = "the whole model runs inside another checkpoint call"
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
+        if fault := recompute_fault(module):
+            self.messages.warn(fault)
         shape = call_shape(arguments, module.training)
         contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
         runners = self.backend.begin(contexts)
@@ -95,6 +98,11 @@ class Forwards:
             )
             self.messages.warn(f"{planned.path}: {changed}")
             found.append(changed)
+        if itself := [k for k, block in enumerate(blocks) if recomputes_itself(block)]:
+            which = f"blocks {' '.join(map(str, itself))}"
+            reason = f"{which} recompute themselves: FSDP's activation checkpointing wraps them"
+            self.messages.warn(f"{planned.path}: {reason}, and the schedule leaves them out")
+            return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
         if planned.strategy == "segmented" and not found:
             found += map(str, model_conditions(planned.path, blocks))
         if found and planned.strategy == "segmented":
@@ -104,6 +112,12 @@ class Forwards:
         key = shape, planned.path
         proof = self._proven.get(key)
         if proof is None:
+            if not self.described and self._proven_once(planned.path) and are_sharded(blocks):
+                # Other ranks may know this shape of call already, and would not try it out: each
+                # would wait for the other's all-gathers.
+                reason = "a new shape of call cannot be tried out in segments on sharded blocks"
+                self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
+                return StackRun(stack, reason)
             return RecordingRun(stack, shape, replay=not self.described)
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
@@ -149,6 +163,10 @@ class Forwards:
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
         config = self.config
         return make_schedules(counts, config.interval, config.stride, config.keep_last)
+
+    def _proven_once(self, path: str) -> bool:
+        """Whether any shape of call is known for the stack at ``path``."""
+        return any(known == path for _, known in self._proven)
 
     def _distrust(self, key: tuple[CallShape, str], planned: StackReport, reason: str) -> None:
         """Segments were wrong for this shape of call: no more of them."""

@@ -5,6 +5,8 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.nn import Module
 
+from .stacks import unwrapped
+
 FLAG = "gradient_checkpointing"  # whether to ask
 FUNCTION = "_gradient_checkpointing_func"  # whom to ask
 
@@ -16,7 +18,11 @@ class Gates:
     """
 
     def __init__(self, model: Module):
-        found = {name: m for name, m in model.named_modules() if hasattr(m, FLAG)}
+        found = {
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, FLAG) and unwrapped(module) is module  # wrappers pass it on
+        }
         self.names = tuple(found)
         self._before: dict[str, dict[str, Any]] = {
             name: {key: gate.__dict__[key] for key in (FLAG, FUNCTION) if key in gate.__dict__}
@@ -72,7 +78,7 @@ class Gates:
 
     @staticmethod
     def _gate(model: Module, name: str) -> Any:
-        return model.get_submodule(name)
+        return unwrapped(model.get_submodule(name))  # wrapped since, perhaps
 
 
 def _is_stock(function: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
 from .report import Condition
-from .stacks import uncompiled
+from .stacks import unwrapped
 
 
 def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
@@ -20,7 +20,7 @@ def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
     for everywhere in _global_hooks():
         return [Condition("model", everywhere, "it runs around every module", (path,))]
     for index, block in enumerate(blocks):
-        name = _hook_on(block) or _hook_on(uncompiled(block)) or _hook_inside(block)
+        name = _hook_on(block) or _hook_on(unwrapped(block)) or _hook_inside(block)
         if name:
             reason = f"block {index} of `{path}` carries it, and it must run once per block"
             return [Condition("model", name, reason, (path,))]

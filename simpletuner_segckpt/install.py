@@ -83,19 +83,8 @@ def apply(
     if not isinstance(model, Module):
         raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
     base = unwrap(model)
-    described = _find_family(base, settings, registry, family)
-    stacks, left_out = _stacks_of(base, described)
-    if not stacks:
-        name = type(base).__name__
-        if described and described.stacks:
-            paths = ", ".join(stack.path for stack in described.stacks)
-            raise UnsupportedModel(
-                f"{name} has none of the stacks of the family {described.family}: {paths}"
-            )
-        raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
-    _refuse_shared(base, stacks)
-    planned = heard(settings, base) if is_native(base) else settings
-    report = make_report(planned, described, stacks, left_out)
+    described, report = planned_for(base, settings, registry, family)
+    _refuse_shared(base, [stack.path for stack in report.stacks])
     findings = [*settings.findings, *_problems(base, settings, described, report)]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
@@ -115,6 +104,27 @@ def apply(
         owner = _install(base, report, described, settings)
     logger.info("installed on %s: %s", type(base).__name__, report)
     return Installation(base, report, owner)
+
+
+def planned_for(
+    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
+) -> tuple[Family | None, Report]:
+    """The family of an unwrapped model, and the schedule that ``apply`` would install.
+
+    Raises ``UnknownFamily`` or ``UnsupportedModel``.
+    """
+    described = _find_family(base, settings, registry, family)
+    stacks, left_out = _stacks_of(base, described)
+    if not stacks:
+        name = type(base).__name__
+        if described and described.stacks:
+            paths = ", ".join(stack.path for stack in described.stacks)
+            raise UnsupportedModel(
+                f"{name} has none of the stacks of the family {described.family}: {paths}"
+            )
+        raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
+    planned = heard(settings, base) if is_native(base) else settings
+    return described, make_report(planned, described, stacks, left_out)
 
 
 def remove(model: Module) -> None:

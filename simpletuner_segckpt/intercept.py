@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch.nn import Module
 
 from .errors import UnsupportedModel
-from .stacks import uncompiled
+from .stacks import wrappers
 
 DOOR = "_segckpt_door"  # the attribute of a block that holds its door
 
@@ -57,8 +57,9 @@ class Intercepted(Module):
 def intercept(blocks: Iterable[Any], door: Doorway) -> None:
     """Lead the calls of ``blocks`` through ``door``."""
     for block in blocks:
-        if uncompiled(block) is not block:
-            release([uncompiled(block)])  # its wrapper is what the loop calls
+        if block.__dict__.get(DOOR) is door:
+            continue
+        release(wrappers(block)[1:])  # the outermost is what the loop calls
         block.__dict__[DOOR] = door
         if not isinstance(block, Intercepted):
             # torch.compile's wrapper passes attributes that are set on it on to the block.
@@ -80,8 +81,17 @@ def original_call(block: Module) -> Any:
 
 
 def plain_class(cls: type) -> type:
-    """The class that was intercepted. Others, also those derived since (FSDP2), stay."""
-    return cls.__bases__[1] if cls.__bases__[:1] == (Intercepted,) else cls
+    """The class that was intercepted; of one derived from that since (FSDP2), its like."""
+    if cls is Intercepted or Intercepted not in cls.__mro__:
+        return cls
+    return cls.__bases__[1] if cls.__bases__[0] is Intercepted else _derived_anew(cls)
+
+
+@cache
+def _derived_anew(cls: type) -> type:
+    bases = tuple(plain_class(base) for base in cls.__bases__)
+    kept = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, kept)
 
 
 @cache

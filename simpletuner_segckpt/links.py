@@ -27,7 +27,7 @@ import torch.utils.checkpoint
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree  # private, but what torch.utils.checkpoint itself uses
 
-from .stacks import uncompiled
+from .stacks import unwrapped
 
 Tensor = torch.Tensor
 
@@ -225,7 +225,7 @@ def is_constant(value: Any) -> bool:
 
 def attributes(block: torch.nn.Module) -> dict[str, Any]:
     """The attributes of a block, which a loop may set just before it calls the block."""
-    return dict(uncompiled(block).__dict__)
+    return dict(unwrapped(block).__dict__)
 
 
 def changed_attribute(before: dict[str, Any], now: dict[str, Any]) -> str | None:
@@ -322,5 +322,5 @@ def argument_name(
     part, key = path[:2]
     if part.idx == 1:  # a keyword
         return str(key.key)
-    parameters = list(inspect.signature(type(uncompiled(block)).forward).parameters)[1:]
+    parameters = list(inspect.signature(type(unwrapped(block)).forward).parameters)[1:]
     return parameters[key.idx] if key.idx < len(parameters) else f"number {key.idx}"

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from .intercept import DOOR, intercept, original_call
 from .report import Tally
-from .stacks import uncompiled
+from .stacks import unwrapped
 
 Kind = Literal["feed_forward", "attention"]
 
@@ -105,7 +105,7 @@ def parts_of(block: Module, paths: Iterable[str]) -> list[Module]:
     """The modules at ``paths`` in ``block``; not every block of a stack has them all."""
     found = []
     for path in paths:
-        part: Any = uncompiled(block)
+        part: Any = unwrapped(block)
         for name in path.split("."):
             part = getattr(part, name, None)
         if isinstance(part, Module):

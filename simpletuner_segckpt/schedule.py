@@ -6,7 +6,7 @@ Pure arithmetic: no torch, no I/O. ``interval`` is the number of blocks in a seg
 *gap*: they run normally and their activations stay in memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -33,7 +33,13 @@ class Schedule:
 
     def per_block(self) -> "Schedule":
         """The same coverage with every covered block in a segment of its own."""
-        return Schedule(self.blocks, tuple(range(b, b + 1) for b in self.covered))
+        return self.without(())
+
+    def without(self, blocks: Collection[int]) -> "Schedule":
+        """Every covered block in a segment of its own, and ``blocks`` in the gap."""
+        return Schedule(
+            self.blocks, tuple(range(b, b + 1) for b in self.covered if b not in blocks)
+        )
 
     def cut(self, boundaries: frozenset[int]) -> "Schedule":
         """The same coverage with no segment across a boundary in ``boundaries``.

@@ -40,7 +40,7 @@ from .offload import Offload
 from .parts import Runner, tallying
 from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
 from .schedule import Schedule
-from .stacks import uncompiled
+from .stacks import unwrapped
 
 # What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
 Boundary = Link | str
@@ -298,7 +298,7 @@ class Forward:
             for index, block in enumerate(run.stack.blocks):
                 # Twice: the loop may go over the list as it was before its blocks were compiled.
                 self._places[id(block)] = (run, index)
-                self._places[id(uncompiled(block))] = (run, index)
+                self._places[id(unwrapped(block))] = (run, index)
         self.reached: list[StackRun] = []  # in execution order
         self._last: StackRun | None = None
 

@@ -23,14 +23,31 @@ def blocks_of(model: Module, path: str) -> list[Module]:
     return list(block_list(model, path) or ())
 
 
-def uncompiled(block: Any) -> Any:
-    """The block inside ``torch.compile``'s wrapper, or the block itself."""
-    return getattr(block, "_orig_mod", block)
+# Where wrappers hold what they wrap: those of torch.compile, FSDP1 and torch's checkpoint wrapper.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def wrappers(block: Any) -> list[Any]:
+    """What is wrapped around a block, outermost first, and the block itself."""
+    found = [block]
+    while (held := next((k for k in _WRAPPED if k in found[-1]._modules), None)) is not None:
+        found.append(found[-1]._modules[held])
+    return found
+
+
+def unwrapped(block: Any) -> Any:
+    """The block inside the wrappers that others put around it, or the block itself."""
+    return wrappers(block)[-1]
 
 
 def is_compiled(block: Any) -> bool:
     """Whether ``torch.compile`` wraps the block, or ``block.compile()`` was called."""
-    return uncompiled(block) is not block or block._compiled_call_impl is not None
+    return any("_orig_mod" in m._modules or m._compiled_call_impl for m in wrappers(block))
+
+
+def recomputes_itself(block: Any) -> bool:
+    """Whether torch's checkpoint wrapper is around the block."""
+    return any("checkpoint_fn" in module.__dict__ for module in wrappers(block))
 
 
 def candidate_stacks(model: Module) -> dict[str, int]:
@@ -43,7 +60,7 @@ def candidate_stacks(model: Module) -> dict[str, int]:
     for path, module in model.named_modules():
         if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
             continue
-        blocks = [uncompiled(block) for block in module]
+        blocks = [unwrapped(block) for block in module]
         if len(blocks) < 2 or len({type(block) for block in blocks}) > 1:
             continue
         kind = type(blocks[0])
