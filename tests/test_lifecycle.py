@@ -309,17 +309,6 @@ def test_peft_wrapping_and_eval_mode_of_the_base(flux):
     assert segments(installation) == [PLAN, PLAN]
 
 
-def test_apply_before_peft(flux):
-    model, inputs = flux
-    installation = installed(model, inputs)
-    config = LoraConfig(r=4, lora_dropout=0.1, target_modules=["to_q", "to_k"])
-    wrapped = get_peft_model(model, config).train()
-    segmented = step(wrapped, inputs)
-    assert segments(installation) == [PLAN, PLAN]
-    simpletuner_segckpt.remove(wrapped)
-    assert step(wrapped, inputs) == segmented
-
-
 def test_freezing_in_the_middle_of_a_run(flux):
     model, inputs = flux
     add_lora(model)

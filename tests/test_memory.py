@@ -130,7 +130,7 @@ FEED_FORWARDS = {"gradient_checkpointing_backend": "torch-ffn"}
     ("make", "config", "failing_part", "strategy"),
     [
         pytest.param(
-            lambda: with_lora("flux", num_layers=2, num_single_layers=2),
+            lambda: with_lora("sd3", num_layers=2),
             keys(2),
             "transformer_blocks.1",
             "segmented",
