@@ -86,7 +86,7 @@ def _is_comment(line: str) -> bool:
 
 def assignments(text: str) -> Iterator[Assignment | tuple[int, str]]:
     """Every line that is no comment; one that assigns nothing as its number and what it holds."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         if _is_comment(line):
             continue
         found = _ASSIGNMENT.fullmatch(line)

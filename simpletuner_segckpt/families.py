@@ -84,7 +84,7 @@ def page(family: Family) -> list[str]:
     for heading, entries in (
         ("Block by block while one of these arguments is given", _conditions(family)),
         ("Left out", [f"`{entry.path}`: {entry.reason}" for entry in family.left_out]),
-        ("The trainer's own class", _native(family)),
+        ("SimpleTuner's own class", _native(family)),
     ):
         if entries:
             lines += ["", f"{heading}:", "", *(f"- {entry}" for entry in entries)]
@@ -117,8 +117,65 @@ def _native(family: Family) -> list[str]:
     return [*lines, *native.notes]
 
 
+NATIVE_COLUMNS = (
+    "family",
+    "interval above 1",
+    "covers block by block",
+    "-ffn covers",
+    "backends",
+    "offload",
+    "and",
+)
+# How SimpleTuner's class of a family carries out an interval above 1.
+SEGMENTS = {
+    "whole-block": "segments",
+    "per-block": "block by block",
+    "every-nth": "every n-th block",
+    "ignored": "ignored",
+    "broken": "breaks",
+}
+NATIVE = """
+## SimpleTuner's own classes
+
+What the model classes of SimpleTuner 4.10.1 do with its keys. Most were built small and run on a
+CPU in November 2026: gradients compared with those of no checkpointing, calls of blocks and feed-
+forwards counted. *Covers block by block*: which blocks are recomputed where the class runs no
+segments, because it has none or because something forces it to (block swapping, captured states,
+ControlNet, TREAD, an interval of 1). *all*: every block, interval and stride ignored. *every-
+nth*: every n-th block, stride ignored. *windows*: every n-th block, and with a stride the blocks
+in its windows. With an interval of 1 a stride is ignored everywhere. A backend that is not
+listed: those in -ffn raise an error at load, `unsloth` is accepted and `torch` runs. The offload
+of attention raises an error where it says no.
+"""
+
+
+def native_row(family: Family) -> tuple[str, ...]:
+    """The cells of one family in the table of SimpleTuner's own classes; empty without facts."""
+    native = family.native
+    if native is None:
+        return ()
+    notes = [f"**{native.fault}**"] if native.fault else []
+    notes += [f"`{path}`: {coverage}" for path, coverage in native.block_by_block.items()]
+    if native.counted_on:
+        notes.append("blocks are counted on from one stack to the next")
+    return (
+        f"{family.title} (`{family.family}`)",
+        SEGMENTS[native.segments],
+        native.fallback or ("windows" if native.segments == "per-block" else ""),
+        native.feed_forward or "",
+        ", ".join(native.backends) or "none",
+        "yes" if native.attention_offload else "no",
+        "; ".join([*notes, *(note.removesuffix(".") for note in native.notes)]),
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
 def document(families: Iterable[Family]) -> str:
-    """The support table and every page, as the Markdown of docs/families.md."""
+    """Both tables and every page, as the Markdown of docs/families.md."""
     ordered = sorted(families, key=lambda family: (family.title.lower(), family.classes))
     lines = [
         "# Model families",
@@ -129,10 +186,11 @@ def document(families: Iterable[Family]) -> str:
         "run together, so the same blocks are recomputed one by one. *Units*: modules outside",
         "any stack, recomputed one by one. *Proven*: `segckpt check` trains the class in small.",
         "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "| " + " | ".join("---" for _ in COLUMNS) + " |",
+        *_table(COLUMNS, map(row, ordered)),
+        *NATIVE.splitlines(),
+        "",
+        *_table(NATIVE_COLUMNS, filter(None, map(native_row, ordered))),
     ]
-    lines += ["| " + " | ".join(row(family)) + " |" for family in ordered]
     for family in ordered:
         lines += ["", *page(family)]
     return "\n".join(lines) + "\n"

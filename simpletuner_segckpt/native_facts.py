@@ -73,6 +73,8 @@ def _native_stack(
         return own
     because = next((str(c) for c in conditions if c.concerns(stack.path)), "")
     if _in_segments(native, config, stack.path) and not because:
+        if native.counted_on:  # its segments run on from one stack into the next
+            return own
         whole_block = make_schedule(stack.blocks, config.interval, config.stride)
         return replace(own, schedule=whole_block, reason="")
     coverage = _coverage(native, config, stack.path)

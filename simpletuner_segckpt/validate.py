@@ -7,16 +7,18 @@ No torch is imported.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .config_schema import word
 from .configfile import ConfigFile, read_config_file
+from .envfile import OWN
 from .errors import FamilyError, UnknownFamily
 from .family import Family
 from .findings import RULES, Finding
+from .native_facts import differences, native_problems, native_report
 from .output import command, refuse
 from .planning import make_report, problems
 from .registry import FamilyRegistry
@@ -50,14 +52,41 @@ class Checked:
         return int(any(finding.severity == "error" for finding in self.findings))
 
 
+# From the settings, the family and the engine's report to the report that is shown, and findings.
+Plan = Callable[[Settings, Family, Report], tuple[Report, list[Finding]]]
+
+
+def engine_plan(settings: Settings, family: Family, report: Report) -> tuple[Report, list[Finding]]:
+    """What this package does."""
+    return report, list(problems(settings, family, family.title, report))
+
+
+def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Report, list[Finding]]:
+    """What SimpleTuner's own class of the family does, where its facts are known."""
+    if family.native is None:
+        message = "has no facts about a class of SimpleTuner's; this package's schedule is shown"
+        found = settings.finding("unknown-family", message, "model_family", "warning")
+        report, findings = engine_plan(settings, family, report)
+        return report, [found, *findings]
+    findings = list(native_problems(settings, family, f"SimpleTuner's {family.title}", report))
+    for key in OWN:
+        name = written(settings.file, key)
+        if name in settings.file.values and not settings.file.called(name).isupper():
+            message = "is an option that SimpleTuner does not know and refuses; leave it out"
+            findings.append(settings.finding("unsupported-option", message, key))
+    remarks = tuple(differences(settings.checkpointing, family.native))
+    return replace(native_report(settings.checkpointing, family, report), remarks=remarks), findings
+
+
 def check_file(
     file: ConfigFile,
     registry: FamilyRegistry,
     family: str | None = None,
     model_config: Mapping[str, Any] | None = None,
     blocks: Mapping[str, int] | None = None,
+    plan: Plan = engine_plan,
 ) -> Checked:
-    """Check one file.
+    """Check one file. ``plan`` says what becomes of the schedule: by default what the engine does.
 
     The family is ``family``, else the file's ``model_family``, else the one whose class a
     model's config names. Blocks per stack come from ``blocks``, from ``model_config``, or
@@ -110,7 +139,8 @@ def check_file(
         findings.append(file.finding("unknown-blocks", message, severity="warning"))
     left_out = [(entry.path, entry.reason) for entry in found.left_out]
     report = make_report(settings, found, counts, left_out)
-    findings += problems(settings, found, found.title, report)
+    report, said = plan(settings, found, report)
+    findings += said
     if any(finding.severity == "error" for finding in findings):
         return Checked(file.name, findings)
     return Checked(file.name, findings, report, [origin, *_notes(settings, report)])
@@ -230,6 +260,7 @@ def report_document(report: Report) -> dict[str, Any]:
         "family": report.family,
         "strategy": report.strategy,
         "conditions": [asdict(condition) for condition in report.conditions],
+        "remarks": list(report.remarks),
         "stacks": [
             {
                 "path": stack.path,
@@ -287,7 +318,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"rules:\n{rules}\n\nexit codes: 0 nothing wrong, 1 errors, 2 could not run",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("files", nargs="+", metavar="FILE", help="JSON, TOML or env; - for standard input")
+    made.add_argument(
+        "files", nargs="+", metavar="FILE", help="JSON, TOML or env; - for standard input"
+    )
     made.add_argument("--family", help="model family, instead of the file's model_family")
     made.add_argument("--model", metavar="DIR", help="diffusers folder whose config.json to read")
     made.add_argument(
@@ -295,6 +328,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--families", action="append", default=[], metavar="DIR", help="folder of family files"
+    )
+    made.add_argument(
+        "--native",
+        action="store_true",
+        help="show what SimpleTuner's own class makes of the keys, instead of this package",
     )
     made.add_argument("--output-format", choices=FORMATS, default="text")
     return made
@@ -309,8 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             registry.find(options.family)
         model_config = read_model_config(options.model) if options.model else None
         blocks = dict(map(_stack_and_count, options.blocks))
+        plan = native_plan if options.native else engine_plan
         checked = [
-            check_file(read_config_file(name), registry, options.family, model_config, blocks)
+            check_file(read_config_file(name), registry, options.family, model_config, blocks, plan)
             for name in options.files
         ]
     except (UsageError, FamilyError, UnknownFamily) as error:

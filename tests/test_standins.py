@@ -334,6 +334,11 @@ def test_stacks_that_a_native_class_counts_on():
     assert strided == ["[0] [1] 2 3 [4]", "[0] 1 2 [3] [4]"]
 
 
+def test_segments_that_run_on_from_one_stack_into_the_next():
+    stacks = {"in_blocks": 5, "out_blocks": 5}
+    assert native_schedules(family("zlab_i1"), stacks, interval=2) == ["0 1 2 3 4"] * 2
+
+
 def test_stacks_with_a_rule_of_their_own_in_a_native_class():
     """As SimpleTuner 4.10.1 ran Z-Image and MiniMax H3, small."""
     stacks = {"noise_refiner": 2, "context_refiner": 2, "layers": 5}

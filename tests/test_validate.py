@@ -279,6 +279,68 @@ def test_notes_on_cost(validate):
     assert "interval of 100 is more than the 30 blocks of blocks" in out
 
 
+def test_what_simpletuner_makes_of_the_keys(validate):
+    """Sana's class runs no segments: an interval alone leaves every second block out."""
+    config = {"model_family": "sana", INTERVAL: 2}
+    options = ("--native", "--blocks", "transformer_blocks=5")
+    code, out = validate(config, *options)
+    assert code == 0
+    assert "family sana, strategy native\n" in out
+    assert "  transformer_blocks: 5 blocks, native (no segments in this class)\n" in out
+    assert "    [0] 1 [2] 3 [4]\n    3 recomputed in 3 checkpoint calls, 2 run normally\n" in out
+    assert f"remark: {INTERVAL}: it covers every n-th block, or with a stride" in out
+    assert "[0 1] [2 3] [4]" in validate(config, *options[1:])[1]  # by this package
+    _, document = validate(config, *options, "--output-format", "json")
+    report = json.loads(document)["files"][0]["report"]
+    assert any("it covers every n-th block" in remark for remark in report["remarks"])
+    config["gradient_checkpointing"] = False
+    assert "strategy off" in validate(config, *options)[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "finding"),
+    [
+        (
+            {"model_family": "ltxvideo2"},
+            "is 1, which SimpleTuner's LTX-2 must not be set to: block by block, backward runs the "
+            "last block again in place of each one, and the gradients are wrong; write 2 or more",
+        ),
+        (
+            {"model_family": "ltxvideo2", INTERVAL: 2, "musubi_blocks_to_swap": 4},
+            "SEG402 error: `musubi_blocks_to_swap` makes SimpleTuner's LTX-2 go block by block",
+        ),
+        (
+            {"model_family": "flux2", BACKEND: "torch-ffn"},
+            f"`{BACKEND}` is torch-ffn, which SimpleTuner's Flux.2 does not carry out; write torch",
+        ),
+        (
+            {"model_family": "wan", "--gradient_checkpointing_keep_last": 1},
+            "`--gradient_checkpointing_keep_last` is an option that SimpleTuner does not know",
+        ),
+        (
+            {"model_family": "z_image_omni"},
+            "`gradient_checkpointing` is on, but SimpleTuner's Z-Image Omni breaks when it is",
+        ),
+    ],
+)
+def test_what_simpletuner_cannot_do(validate, config, finding):
+    code, out = validate(config, "--native")
+    assert code == 1
+    assert finding in out
+
+
+def test_a_family_without_facts_about_simpletuner(validate):
+    code, out = validate({"model_family": "bria", INTERVAL: 2}, "--native")
+    assert code == 0
+    assert "warning: `model_family` has no facts about a class of SimpleTuner's" in out
+    assert "strategy segmented" in out
+
+
+def test_a_variable_that_simpletuner_does_not_know_is_no_option(validate):
+    text = "MODEL_FAMILY=wan\nGRADIENT_CHECKPOINTING_KEEP_LAST=1\n"
+    assert validate(text, "--native", name="config.env")[0] == 0
+
+
 @pytest.mark.parametrize("place", ["", "transformer"])
 def test_blocks_from_a_model_folder(validate, tmp_path, place):
     folder = tmp_path / "model" / place
@@ -496,7 +558,12 @@ def test_any_keys_and_values(capsys, tmp_path, config, output_format):
 
 
 @fuzz
-@given(st.binary(max_size=60), st.sampled_from(["c.json", "c.toml"]), st.sampled_from(FORMATS))
+@example(b"GRADIENT_CHECKPOINTING_INTERVAL=\x0c2\nTRAINER_EXTRA_ARGS=--a --", "c.env", "text")
+@given(
+    st.binary(max_size=60),
+    st.sampled_from(["c.json", "c.toml", "c.env"]),
+    st.sampled_from(FORMATS),
+)
 def test_any_bytes(capsys, tmp_path, data, name, output_format):
     check_any(capsys, tmp_path, data, name, output_format)
 
