@@ -269,7 +269,10 @@ def shortfalls(
         elif hidden(without):
             why = "compiled blocks hide their operators"
         else:
-            why = "they ran no projection of a feed-forward that comes down from a greater width"
+            why = (
+                "they ran no projection of a feed-forward that comes down from a greater width, "
+                "or one of quantised weights by an operator of another library"
+            )
         yield f"keep: nothing of {kind} is kept in {named(without)}: {why}"
     if planned.feed_forward:
         without = [span for span in covered if not span.tally.feed_forwards]
