@@ -244,7 +244,12 @@ def fsdp2(name: str, unit: str, order: str, interval: int = 2, bf16: bool = Fals
         else:
             shard(name, model, config, unit, policy)
             installation = simpletuner_segckpt.apply(model, config)
-        runs = [observed(model, inputs) for _ in range(3)]
+        runs = []
+        for _ in range(3):
+            runs.append(observed(model, inputs))
+            with torch.no_grad():  # a validation, after which the root is gathered still
+                model(**inputs)
+            model.reshard()
         seen = segments(installation)
         saved = list(model.state_dict())
         installation.remove()
@@ -401,22 +406,30 @@ def fsdp1(name: str, order: str) -> dict[str, Any]:
 
 
 def accelerated(kind: str, order: str) -> dict[str, Any]:
-    """``Accelerator.prepare`` with DDP and bf16, or with FSDP2."""
+    """``Accelerator.prepare`` with DDP and bf16, or with FSDP2; a sharded model stays as it is."""
     runs = []
     for scheduled in (False, True):
         accelerator = _accelerator(kind)
         model, inputs = build("flux")
         if scheduled and order == "apply, prepare":
             installation = simpletuner_segckpt.apply(model, keys(2))
+        if kind == "FSDP2 segments":
+            fully_shard_segments(model, keys(2))
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         with heard() as messages:
             if scheduled and order == "prepare, apply":
                 installation = simpletuner_segckpt.apply(prepared, keys(2))
-            runs.append([observed(prepared, inputs)[0] for _ in range(3)])
+            seen = [observed(prepared, inputs) for _ in range(3)]
+        runs.append([run for run, _ in seen])
     wrapper = "FSDP2" if isinstance(prepared, FSDPModule) else type(prepared).__name__
     found = differences(*reversed(runs))
-    seen = segments(installation)
-    return {"differences": found, "seen": seen, "wrapper": wrapper, "said": messages}
+    return {
+        "differences": found,
+        "seen": segments(installation),
+        "wrapper": wrapper,
+        "gathers": [gathers for _, gathers in seen],
+        "said": messages,
+    }
 
 
 def _accelerator(kind: str) -> Accelerator:
@@ -428,7 +441,7 @@ def _accelerator(kind: str) -> Accelerator:
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
+        auto_wrap_policy="no_wrap" if kind == "FSDP2 segments" else "transformer_based_wrap",
         transformer_cls_names_to_wrap=["FluxTransformerBlock", "FluxSingleTransformerBlock"],
         activation_checkpointing=kind == "FSDP2 activation checkpointing",
         cpu_ram_efficient_loading=False,
@@ -503,6 +516,8 @@ def cases() -> dict[str, Any]:
         ("DDP", "prepare, apply"),
         ("FSDP2", "apply, prepare"),
         ("FSDP2", "prepare, apply"),
+        ("FSDP2 segments", "apply, prepare"),
+        ("FSDP2 segments", "prepare, apply"),
         ("FSDP2 activation checkpointing", "apply, prepare"),
     ):
         found[f"accelerate {kind} {order}"] = partial(accelerated, kind, order)

@@ -212,11 +212,17 @@ def test_fsdp1(ranks, name, order):
 
 @pytest.mark.parametrize("order", ["apply, prepare", "prepare, apply"])
 @pytest.mark.parametrize(
-    ("kind", "wrapper"), [("DDP", "DistributedDataParallel"), ("FSDP2", "FSDP2")]
+    ("kind", "wrapper", "gathers"),
+    [
+        ("DDP", "DistributedDataParallel", 0),
+        ("FSDP2", "FSDP2", 2 + 2 * 6),  # accelerate makes the last norm a unit of its own
+        ("FSDP2 segments", "FSDP2", 1 + 2 * 4),
+    ],
 )
-def test_accelerate(ranks, kind, wrapper, order):
+def test_accelerate(ranks, kind, wrapper, gathers, order):
     for record in ranks(f"accelerate {kind} {order}"):
         assert record["wrapper"] == wrapper
+        assert record["gathers"] == [gathers] * 3
         assert record["differences"] == []
         assert record["seen"] == in_segments("flux")
         assert record["said"] == []
