@@ -34,18 +34,19 @@ def results(tmp_path_factory, worker_id):
     folder = tmp_path_factory.getbasetemp()
     if worker_id != "master":
         folder = folder.parent  # all workers share it
-    path = folder / "distributed.json"
+    path, unfinished = folder / "distributed.json", folder / "unfinished.json"
     with FileLock(f"{path}.lock"):
         if not path.exists():
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             ran = subprocess.run(
-                [*launch, "--nproc-per-node", "2", CASES, path],
+                [*launch, "--nproc-per-node", "2", CASES, unfinished],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
                 timeout=600,
             )
             assert ran.returncode == 0, ran.stderr[-5000:]
+            unfinished.rename(path)
         return json.loads(path.read_text())
 
 
