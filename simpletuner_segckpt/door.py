@@ -27,8 +27,8 @@ from .forwards import Forwards
 from .gates import FLAG, Gates
 from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
-from .lora import lora_scale
 from .parts import Kind, Part, Runner, intercept_parts
+from .repeat import Repeatable
 from .report import Condition, Effect
 from .segments import Forward
 from .stacks import blocks_of
@@ -124,9 +124,11 @@ class Door:
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
             "every block runs as one that is covered, by itself",
         )
-        contexts = (lora_scale(block),) if isinstance(block, Module) else ()
-        runners = self.backend.begin(contexts)
-        result = runners.covered(original_call(block), *args, **kwargs)
+        runners = self.backend.begin()
+        call = original_call(block)
+        if isinstance(block, Module):
+            call = Repeatable([block], call)
+        result = runners.covered(call, *args, **kwargs)
         if runners.offload is not None:
             runners.offload.settle()
         return result

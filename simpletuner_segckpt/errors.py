@@ -42,7 +42,10 @@ class SegmentBroken(SegckptError, RuntimeError):
 
 
 class UnsupportedModel(SegckptError, TypeError):
-    """The model has no stack of blocks that could be scheduled."""
+    """The model has no stack of blocks that could be scheduled, or hooks that cannot work with it.
+
+    Hooks may arrive after ``apply``: then it is raised by the forward, before the first block.
+    """
 
 
 class WorkloadError(SegckptError, ValueError):

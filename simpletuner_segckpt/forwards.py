@@ -11,9 +11,8 @@ from .backends import Backend, Runners
 from .conditions import CALL_CONDITIONS, call_conditions
 from .config_schema import CheckpointingConfig
 from .fsdp import are_sharded, recompute_fault
-from .hooks import model_conditions
+from .hooks import model_conditions, refuse_hooks, swap_manager
 from .links import inside_checkpoint
-from .lora import has_lora_scale, lora_scale
 from .messages import Messages
 from .recording import RecordingRun
 from .report import UNITS, Condition, StackReport, shortfalls
@@ -65,11 +64,12 @@ class Forwards:
         if inside:
             reason = "the whole model runs inside another checkpoint call"
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
+        if manager := swap_manager(module):
+            conditions.append(manager)
+        shape = call_shape(arguments, module.training)
         if fault := recompute_fault(module):
             self.messages.warn(fault)
-        shape = call_shape(arguments, module.training)
-        contexts = (lora_scale(module),) if has_lora_scale(arguments) else ()
-        runners = self.backend.begin(contexts)
+        runners = self.backend.begin()
         runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval
@@ -103,6 +103,7 @@ class Forwards:
             reason = f"{which} recompute themselves: FSDP's activation checkpointing wraps them"
             self.messages.warn(f"{planned.path}: {reason}, and the schedule leaves them out")
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
+        refuse_hooks(planned, blocks)
         if planned.strategy == "segmented" and not found:
             found += map(str, model_conditions(planned.path, blocks))
         if found and planned.strategy == "segmented":

@@ -5,14 +5,19 @@ those of the blocks before it do. Hooks that move weights are exact block by blo
 them in wider segments.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
-from .report import Condition
-from .stacks import unwrapped
+from .errors import UnsupportedModel
+from .report import Condition, StackReport
+from .stacks import all_modules, unwrapped
+
+# By these a block swapper's object is known; the loop of a model calls them between blocks.
+_SWAPS = ("stream_in", "wait_for_block", "submit_move_blocks", "submit_move_blocks_forward")
 
 
 def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
@@ -25,6 +30,49 @@ def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
             reason = f"block {index} of `{path}` carries it, and it must run once per block"
             return [Condition("model", name, reason, (path,))]
     return []
+
+
+def swap_manager(model: Module) -> Condition | None:
+    """An object on the model by which its loop moves the weights of blocks between their calls."""
+    for name, value in vars(model).items():
+        if any(hasattr(type(value), verb) for verb in _SWAPS):
+            return Condition("model", name, "it moves the weights of each block as that block runs")
+    return None
+
+
+def refuse_hooks(planned: StackReport, blocks: Sequence[Module]) -> None:
+    """Raise ``UnsupportedModel`` where hooks of diffusers give wrong gradients with the schedule.
+
+    Whatever diffusers offloads or caches, it does to every block alike, so the first one tells.
+    """
+    for module in all_modules(blocks[:1]) if planned.covered else ():
+        registry = module.__dict__.get("_diffusers_hook")
+        for name, hook in registry.hooks.items() if registry else ():
+            if hook._is_stateful:
+                raise UnsupportedModel(
+                    f"{planned.path}: the hook {name} of diffusers answers for blocks from what it "
+                    "kept of an earlier step, which a recompute does not repeat; call "
+                    "disable_cache() before training"
+                )
+            if name == "group_offloading":
+                _refuse_offloading(hook, planned, len(blocks))
+
+
+def _refuse_offloading(hook: Any, planned: StackReport, blocks: int) -> None:
+    together = len(hook.group.modules)
+    if hook.config.offload_type == "block_level" and together > 1:
+        raise UnsupportedModel(
+            f"{planned.path}: group offloading moves {together} blocks at a time, and when one of "
+            "them is recomputed only the first brings their weights back; write "
+            "num_blocks_per_group=1, or leaf_level"
+        )
+    recomputed = () if planned.feed_forward else planned.covered
+    if kept := [str(block) for block in range(blocks) if block not in recomputed]:
+        raise UnsupportedModel(
+            f"{planned.path}: group offloading takes the weights away that the backward of blocks "
+            f"{' '.join(kept)} needs, since they are not recomputed as a whole; cover every block "
+            "(no stride, no keep_last, no backend for feed-forwards)"
+        )
 
 
 def _hook_on(block: Any) -> str | None:
@@ -47,14 +95,10 @@ def _hook_on(block: Any) -> str | None:
 
 def _hook_inside(block: Module) -> str | None:
     """A forward hook on a module inside the block: what it does after each pass, twice over."""
-    pending = [block]
-    while pending:  # over every module of every block in every forward, so no generators
-        for inner in pending.pop()._modules.values():
-            if inner is not None:
-                pending.append(inner)
-                for hook in inner._forward_hooks.values():
-                    if not _made_for_recompute(hook):
-                        return f"forward hook {_name(hook)} on a {type(inner).__name__}"
+    for inner in all_modules([block])[1:]:
+        for hook in inner._forward_hooks.values():
+            if not _made_for_recompute(hook):
+                return f"forward hook {_name(hook)} on a {type(inner).__name__}"
     return None
 
 
@@ -66,11 +110,30 @@ def _global_hooks() -> Iterator[str]:
 
 
 def _made_for_recompute(hook: Any) -> bool:
-    """Whether a hook is torch's own: FSDP2's, or that of a profiler or a FLOP counter."""
-    owner = getattr(hook, "__self__", hook)
+    """Whether a hook is torch's own: FSDP2's, or that of a profiler or a FLOP counter.
+
+    Or one of those by which the models of transformers capture outputs: from the first capture on
+    they stay, and do nothing in a forward that captures nothing (a condition of the call).
+    """
+    function = _function(hook)
+    owner = getattr(function, "__self__", function)
     module = getattr(owner, "__module__", None) or type(owner).__module__
-    return module.startswith("torch.")
+    known = module.startswith("torch.") or module == "transformers.utils.output_capturing"
+    return known or helps_recompute(hook)
+
+
+def helps_recompute(hook: Any) -> bool:
+    """Whether a hook is on a block so that PEFT's other hooks are there when it is recomputed.
+
+    ``repeat`` sees to that; a hook that adds more of them in the recompute would leave them.
+    """
+    return _name(hook).startswith("LoraModel._enable_peft_forward_hooks.")
 
 
 def _name(hook: Any) -> str:
-    return getattr(hook, "__qualname__", type(hook).__qualname__)
+    function = _function(hook)
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _function(hook: Any) -> Any:
+    return hook.func if isinstance(hook, partial) else hook

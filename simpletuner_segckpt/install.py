@@ -18,6 +18,7 @@ from .family import Family
 from .findings import Finding
 from .forwards import Forwards
 from .gates import FUNCTION, Gates
+from .hooks import refuse_hooks
 from .intercept import DOOR
 from .messages import logger
 from .native import Settled, heard, is_native, restore, settle
@@ -76,8 +77,8 @@ def apply(
     model may be wrapped by PEFT, accelerate or ``torch.compile``. Its family is found by
     its class unless ``family`` names one; a model that no family describes is probed.
 
-    Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or
-    ``UnsupportedModel`` (no stack of blocks), and then leaves the model untouched.
+    Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or ``UnsupportedModel``
+    (no stack of blocks, or hooks on it that cannot work), and then leaves the model untouched.
     """
     settings = load_settings(config)
     if not isinstance(model, Module):
@@ -89,6 +90,9 @@ def apply(
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise ConfigError(errors)
+    for stack in report.stacks if not is_native(base) else ():
+        if stack.path != UNITS:
+            refuse_hooks(stack, blocks_of(base, stack.path))
     for finding in findings:
         logger.warning("%s", finding)
     if Accelerator.current() is None:

@@ -27,7 +27,7 @@ import torch.utils.checkpoint
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree  # private, but what torch.utils.checkpoint itself uses
 
-from .stacks import unwrapped
+from .stacks import all_modules, unwrapped
 
 Tensor = torch.Tensor
 
@@ -226,6 +226,24 @@ def is_constant(value: Any) -> bool:
 def attributes(block: torch.nn.Module) -> dict[str, Any]:
     """The attributes of a block, which a loop may set just before it calls the block."""
     return dict(unwrapped(block).__dict__)
+
+
+def weights(block: torch.nn.Module) -> list[tuple[Any, ...]]:
+    """Which tensors the parameters of a block are, and where; a loop may swap them in and out."""
+    modules = all_modules([block])
+    return [_place(p) for m in modules for p in m._parameters.values() if p is not None]
+
+
+def first_matrix(block: torch.nn.Module) -> tuple[Any, ...]:
+    """The same of one matrix of the block: quick to ask, and what whoever swaps takes first."""
+    matrices = (parameter for parameter in block.parameters() if parameter.dim() > 1)
+    return next(map(_place, matrices), ())
+
+
+def _place(parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+    plain = type(parameter) is torch.nn.Parameter
+    memory = parameter.data_ptr() if plain else 0
+    return id(parameter), version(parameter), parameter.device, memory
 
 
 def changed_attribute(before: dict[str, Any], now: dict[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn import Module
 
 from .intercept import DOOR, intercept, original_call
+from .repeat import Repeatable
 from .report import Tally
 from .stacks import unwrapped
 
@@ -59,9 +60,11 @@ class Part:
         return self.kind in _around.runners
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        call = original_call(module)
+        call: Runner = original_call(module)
         if torch.compiler.is_compiling():
             return self.owner.feed_forward(call, *args, **kwargs)
+        if self.recomputed:
+            call = Repeatable([module], call)
         others = dict(_around.runners)
         run = others.pop(self.kind)
         with treated(others):  # a wrapper of a part may hold what was the part before

@@ -30,6 +30,7 @@ from .links import (
     signature_of,
     surroundings,
     unwatchable,
+    weights,
     within,
 )
 from .segments import Boundary, Proof, Stack, StackRun, run_segment
@@ -45,6 +46,7 @@ class _Ran:
     surroundings: tuple
     random_states: list[Tensor]
     following: dict[str, Any]  # the attributes of the block after it
+    weights: list[list[tuple[Any, ...]]]  # of the block, and of the one after it
 
 
 class RecordingRun(StackRun):
@@ -93,10 +95,16 @@ class RecordingRun(StackRun):
         if (kind := unwatchable(result)) and index + 1 < len(self.stack.blocks):
             self._note(index, f"block {index} returns a {kind}, which cannot be watched")
         arguments = Arguments(args, kwargs)
-        following = {}
-        if index + 1 < len(self.stack.blocks):
-            following = attributes(self.stack.blocks[index + 1])
-        self._last = _Ran(index, arguments, returned, around, random_states(), following)
+        pair = self.stack.blocks[index : index + 2]
+        self._last = _Ran(
+            index,
+            arguments,
+            returned,
+            around,
+            random_states(),
+            following=attributes(pair[1]) if len(pair) > 1 else {},
+            weights=[weights(block) for block in pair],
+        )
         return handed
 
     def _compare(self, last: _Ran, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
@@ -128,6 +136,9 @@ class RecordingRun(StackRun):
         changed = changed_attribute(last.following, attributes(self.stack.blocks[index]))
         if changed:
             return f"the attribute `{changed}` of block {index} is set before it runs"
+        pair = self.stack.blocks[last.index : index + 1]
+        if [weights(block) for block in pair] != last.weights:
+            return f"weights are moved or written before block {index}"
         if not all(map(torch.equal, random_states(), last.random_states)):
             return f"random numbers are drawn before block {index}"
         block = self.stack.blocks[index]

@@ -30,6 +30,7 @@ from .links import (
     argument_name,
     attributes,
     changed_attribute,
+    first_matrix,
     hand_out,
     holds_cache,
     plain_tree,
@@ -38,6 +39,7 @@ from .links import (
 )
 from .offload import Offload
 from .parts import Runner, tallying
+from .repeat import Repeatable
 from .report import UNITS, Condition, Effect, Span, StackEffect, Strategy
 from .schedule import Schedule
 from .stacks import unwrapped
@@ -78,6 +80,12 @@ class Proof:
         return cls(schedule.cut(frozenset(broken)), tuple(boundaries), reason)
 
 
+def _call_of(block: Module, covered: bool) -> Callable[..., Any]:
+    """What runs ``block``; what is covered is called again in backward."""
+    call: Callable[..., Any] = original_call(block)
+    return Repeatable([block], call) if covered and isinstance(block, Module) else call
+
+
 class StackRun:
     """One stack during one training forward: every covered block checkpointed alone."""
 
@@ -101,8 +109,8 @@ class StackRun:
         covered = index in self.segment_of
         if covered and holds_cache(args, kwargs):
             covered, self.cached = False, True  # a recompute would fill it once more
-        call = original_call(self.stack.blocks[index])
-        return self.run(range(index, index + 1), covered, call, args, kwargs)
+        block = self.stack.blocks[index]
+        return self.run(range(index, index + 1), covered, _call_of(block, covered), args, kwargs)
 
     def run(
         self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
@@ -137,6 +145,7 @@ class _OpenSegment:
     handed_leaves: list[Any]
     surroundings: tuple
     attributes: dict[int, dict[str, Any]]
+    weights: dict[int, tuple[Any, ...]]
     due: int
 
 
@@ -166,17 +175,28 @@ class SegmentedRun(StackRun):
     def _lead(self, segment: range, args: tuple, kwargs: dict) -> Any:
         arguments = Arguments(args, kwargs)
         around = surroundings()
-        calls = [original_call(b) for b in self.stack.blocks[segment.start : segment.stop]]
+        blocks = self.stack.blocks[segment.start : segment.stop]
+        calls = [original_call(block) for block in blocks]
         # The schedule was cut wherever a boundary is no link.
         links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
-        segment_call = partial(run_segment, calls, links, arguments.spec)
+        segment_call = Repeatable(blocks, partial(run_segment, calls, links, arguments.spec))
         result = self.run(segment, True, segment_call, tuple(arguments.leaves), {})
         handed = hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(handed)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, Handed)]
         kept = {index: attributes(self.stack.blocks[index]) for index in segment[1:]}
-        due = segment.start + 1
-        self._open = _OpenSegment(segment, arguments, result, handed, leaves, around, kept, due)
+        held = {index: first_matrix(self.stack.blocks[index]) for index in segment}
+        self._open = _OpenSegment(
+            segment,
+            arguments,
+            result,
+            handed,
+            leaves,
+            around,
+            attributes=kept,
+            weights=held,
+            due=segment.start + 1,
+        )
         return handed
 
     def _follow(self, open_: _OpenSegment, index: int, args: tuple, kwargs: dict) -> Any:
@@ -200,6 +220,9 @@ class SegmentedRun(StackRun):
         now = attributes(self.stack.blocks[index])
         if changed := changed_attribute(open_.attributes[index], now):
             self._break(segment, f"the attribute `{changed}` of block {index} was set in between")
+        pair = (index - 1, index)
+        if any(first_matrix(self.stack.blocks[i]) != open_.weights[i] for i in pair):
+            self._break(segment, f"weights are moved or written before block {index}")
         if surroundings() != open_.surroundings:
             self._break(segment, f"grad mode or autocast changes before block {index}")
         open_.due += 1
@@ -273,7 +296,7 @@ class UnitsRun(StackRun):
         covered = index in self.segment_of
         if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
-        return self.run(range(index, index + 1), covered, original_call(unit), args, kwargs)
+        return self.run(range(index, index + 1), covered, _call_of(unit, covered), args, kwargs)
 
 
 class Forward:

@@ -50,6 +50,18 @@ def recomputes_itself(block: Any) -> bool:
     return any("checkpoint_fn" in module.__dict__ for module in wrappers(block))
 
 
+def all_modules(modules: Iterable[Module]) -> list[Module]:
+    """``modules`` and every module inside them, each once."""
+    found = list(dict.fromkeys(modules))
+    seen = set(found)
+    for module in found:  # which grows; of every block in every forward, so no generators
+        for inner in module._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                found.append(inner)
+    return found
+
+
 def candidate_stacks(model: Module) -> dict[str, int]:
     """Path and length of every outermost list of two or more equal blocks in ``model``.
 

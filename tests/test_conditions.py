@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from swapping import BlockSwapper
 from training import keys, model_and_inputs
 
 import simpletuner_segckpt
@@ -164,33 +165,6 @@ def test_a_hook_that_captures_a_hidden_state(keep_last, caplog):
     for _ in range(2):
         assert step(model, inputs) == plain
     assert installation.effect["blocks"].segments == schedule["blocks"].segments
-
-
-class BlockSwapper:
-    """Copies a block's weights in before it runs and destroys them after, as swappers do."""
-
-    def __init__(self, blocks, backward: bool):
-        self.stored = {block: [p.detach().clone() for p in block.parameters()] for block in blocks}
-        self.handles = []
-        for block in blocks:
-            self.handles.append(block.register_forward_pre_hook(self.fetch))
-            self.handles.append(block.register_forward_hook(self.drop))
-            if backward:
-                self.handles.append(block.register_full_backward_pre_hook(self.fetch))
-
-    def fetch(self, block, *_):
-        for parameter, value in zip(block.parameters(), self.stored[block], strict=True):
-            parameter.data.copy_(value)
-
-    def drop(self, block, *_):
-        for parameter in block.parameters():
-            parameter.data.fill_(float("nan"))
-
-    def remove(self):
-        for handle in self.handles:
-            handle.remove()
-        for block in self.stored:
-            self.fetch(block)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4])
