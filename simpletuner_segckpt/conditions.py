@@ -7,8 +7,10 @@ identity cannot see.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from .cache import is_cache
 from .config_schema import TrainerKeys
 from .report import Condition
 
@@ -19,8 +21,8 @@ CALL_CONDITIONS = tuple(
         "kv_cache": "every block reads and writes its own entry of the cache",
         "past_key_values": "every block reads and writes its own entry of the cache",
         "cache": "every block reads and writes its own entry of the cache",
-        "use_cache": "every block writes its own entry of the cache",
         "output_hidden_states": "the state after each block is captured",
+        "output_attentions": "the attention weights of each block are captured",
         "hidden_states_buffer": "the state after each block is captured",
         "controlnet_block_samples": "a ControlNet residual is added after a block",
         "controlnet_single_block_samples": "a ControlNet residual is added after a block",
@@ -72,12 +74,41 @@ def _is_set(trainer: TrainerKeys, key: str) -> bool:
     return bool(getattr(trainer, key))
 
 
-def call_conditions(known: Iterable[Condition], arguments: Mapping[str, Any]) -> list[Condition]:
-    """Those of ``known`` whose argument is really given in ``arguments``."""
-    return [condition for condition in known if _given(arguments.get(condition.name))]
+# What happens to a block that is given a KV cache, whoever made it.
+NOT_RECOMPUTED = "blocks that are given a KV cache run without being recomputed"
+
+
+def call_conditions(
+    known: Iterable[Condition], arguments: Mapping[str, Any], model: Any
+) -> list[Condition]:
+    """Those of ``known`` whose argument is really given in a call of ``model``.
+
+    What a call leaves out, the models of transformers take from their config.
+    """
+    found = []
+    by_default = configs(model)
+    for condition in known:
+        value = arguments.get(condition.name)
+        if is_cache(value):
+            found.append(replace(condition, reason=NOT_RECOMPUTED))
+        elif _given(value):
+            found.append(condition)
+        elif value is None and any(_given(getattr(c, condition.name, None)) for c in by_default):
+            found.append(replace(condition, reason=f"by the model's config, {condition.reason}"))
+    return found
+
+
+def configs(model: Any) -> list[Any]:
+    """The config of a transformers model and those of its parts; empty for other models."""
+    config = getattr(model, "config", None)
+    parts = getattr(type(config), "sub_configs", None)
+    if parts is None:
+        return []
+    return [config, *(part for name in parts if (part := getattr(config, name, None)))]
 
 
 def _given(value: Any) -> bool:
     if value is None or value is False:
         return False
-    return not (isinstance(value, (list, tuple, dict, set)) and not value)
+    # An empty dict is there to be filled.
+    return not (isinstance(value, (list, tuple, set)) and not value)

@@ -1,5 +1,6 @@
 """The modules of a model that ask for a checkpoint function, and the two attributes they have."""
 
+from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
@@ -45,6 +46,10 @@ class Gates:
         for name in self.names:
             setattr(self._gate(model, name), FLAG, on)
 
+    def uneven(self, model: Module) -> bool:
+        """Whether checkpointing is on in some gates and off in others (``every_n_layers``)."""
+        return len({bool(getattr(self._gate(model, name), FLAG)) for name in self.names}) > 1
+
     def ask(self, model: Module, function: Any) -> list[Any]:
         """Have every gate ask ``function``; returns the functions of others that it replaces."""
         replaced = []
@@ -82,12 +87,23 @@ class Gates:
 
 
 def _is_stock(function: Any) -> bool:
-    """Whether ``function`` is what diffusers itself sets on enable and disable."""
+    """Whether ``function`` is what diffusers and transformers themselves set on enable and disable,
+    without options of somebody's own."""
+    if isinstance(function, partial) and function.keywords == {"use_reentrant": False}:
+        function = function.func
     return (
         function is None
         or function is torch.utils.checkpoint.checkpoint
         or getattr(function, "__module__", "") == "diffusers.models.modeling_utils"
     )
+
+
+def described(function: Any) -> str:
+    """A checkpoint function by its name and its options."""
+    if isinstance(function, partial):
+        options = ", ".join(f"{key}={value!r}" for key, value in function.keywords.items())
+        return f"{described(function.func)} ({options})"
+    return getattr(function, "__qualname__", str(function))
 
 
 def _is_local(value: Any) -> bool:

@@ -16,7 +16,7 @@ link; neither is a boundary at which grad mode, autocast or the random state cha
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -207,15 +207,6 @@ class Arguments:
         if isinstance(mine, Tensor):
             return mine is other and version(other) == self.versions[index]
         return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
-
-
-def holds_cache(args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a block is given a KV cache that it would write to, as transformers' layers are."""
-    return any(
-        hasattr(value, "update") and hasattr(value, "get_seq_length")
-        for value in (*args, *kwargs.values())
-        if value is not None and not isinstance(value, Tensor)
-    )
 
 
 def is_constant(value: Any) -> bool:

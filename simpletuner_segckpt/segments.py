@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from .backends import plainly
+from .cache import is_cache
 from .errors import SegmentBroken
 from .intercept import original_call
 from .links import (
@@ -32,7 +33,6 @@ from .links import (
     changed_attribute,
     first_matrix,
     hand_out,
-    holds_cache,
     plain_tree,
     read,
     surroundings,
@@ -107,7 +107,7 @@ class StackRun:
     def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
-        if covered and holds_cache(args, kwargs):
+        if covered and any(map(is_cache, (*args, *kwargs.values()))):
             covered, self.cached = False, True  # a recompute would fill it once more
         block = self.stack.blocks[index]
         return self.run(range(index, index + 1), covered, _call_of(block, covered), args, kwargs)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch.jit import ScriptModule
 from torch.nn import Module, ModuleList
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .family import Stack, matches
 
@@ -80,6 +81,11 @@ def candidate_stacks(model: Module) -> dict[str, int]:
         if callable_ and any(blocks[0].children()) and len(set(blocks)) == len(blocks):
             found[path] = len(blocks)
     return found
+
+
+def has_checkpointing_layers(model: Module) -> bool:
+    """Whether there are layers in ``model`` of the class that transformers checkpoints."""
+    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
 def matching(model: Module, pattern: str) -> list[str]:
