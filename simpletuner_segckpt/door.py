@@ -13,7 +13,7 @@ own: deep copies and pickles of a model with a door are independent.
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from .backends import plainly
-from .cache import cache_makers
+from .compiled import AS_A_WHOLE, NO_SEGMENTS, try_oldest_first
 from .forwards import Forwards
-from .gates import FLAG, Gates, described
+from .gates import FLAG, Gates
 from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
 from .parts import Kind, Part, Runner, intercept_parts
@@ -82,9 +82,10 @@ class Door:
         self._running: dict[int, Running] = {}
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._any_order = try_oldest_first(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_running", "_models")
+        of_this_process = ("_running", "_models", "_any_order")
         return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,11 +96,28 @@ class Door:
     def last_effect(self) -> Effect | None:
         """What the last training forward did; of one in a compiled graph, that it was one."""
         if self.effect is None and self._compiled_on:
-            reason = "compiled as a whole: what is covered is recomputed one by one, unobserved"
-            if self.backend.moves:
-                reason += "; nothing is moved to CPU memory"
-            return Effect((), (Condition("model", "torch.compile", reason),))
+            return Effect((), (self._compiled,))
         return self.effect
+
+    @property
+    def _compiled(self) -> Condition:
+        reasons = [AS_A_WHOLE, *self._lost_when_compiled()]
+        return Condition("model", "torch.compile", "; ".join(reasons))
+
+    def _lost_when_compiled(self) -> Iterator[str]:
+        """Why something that was planned does not happen in a model that is one graph."""
+        segmented = (s for s in self.forwards.stacks if s.strategy == "segmented")
+        if any(len(segment) > 1 for stack in segmented for segment in stack.segments):
+            yield NO_SEGMENTS
+        if self.backend.moves:
+            yield "nothing is moved to CPU memory"
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def say_compiled(self) -> bool:
+        """Say what is lost; called by the compiler itself, since a traced forward cannot."""
+        if any(self._lost_when_compiled()):
+            self.messages.warn(str(self._compiled))
+        return True
 
     # Called from the model's loop.
 
@@ -151,11 +169,16 @@ class Door:
 
     # Hooks of the model.
 
-    def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: decide how the blocks of this forward run."""
+    def open(
+        self, module: Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        """Forward pre-hook of the model: decide how the blocks of this forward run.
+
+        Returns other arguments where the model would fill a cache that a recompute fills again.
+        """
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
-            return
+            return None
         running = self._running.get(threading.get_ident(), [])
         while running and not _is_live(running[-1][0]):
             # Ended by a KeyboardInterrupt, for which torch calls no hook.
@@ -169,16 +192,17 @@ class Door:
             forward = self.forwards.plan(module, arguments) if self.on else None
         running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
-        if forward is not None and self.intercepts:
+        if forward is None:
+            return None
+        if self.intercepts:
             self.gates.switch(module, False)  # until close: the loop takes its plain branch
-
-    def say_cache_is_off(self) -> None:
-        """A part of the model wanted a KV cache (see ``cache``)."""
-        if not torch.compiler.is_compiling():
+        if "use_cache" in self.parameters[len(args) :] and self._would_cache(module, arguments):
             self.messages.warn(
                 "use_cache is off while gradient checkpointing trains: "
                 "recompute would fill it again",
             )
+            return args, kwargs | {"use_cache": False}
+        return None
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
@@ -202,6 +226,13 @@ class Door:
         return plain_tree(output) if kept else None
 
     # What they need.
+
+    @staticmethod
+    def _would_cache(module: Module, arguments: Mapping[str, Any]) -> bool:
+        """Whether a transformers model would make a KV cache, as it does unless told not to."""
+        given = arguments.get("use_cache")
+        wanted = getattr(getattr(module, "config", None), "use_cache", False)
+        return bool(wanted if given is None else given)
 
     def _end(self, module: Module, running: Running) -> Forward | None:
         """Take the innermost forward off this thread's list."""
@@ -241,6 +272,8 @@ class Door:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
         self.on = self._compiled_on = not self.off and self.gates.on(module)
         self.effect = None  # see ``last_effect``
+        if self._compiled_on and torch.is_grad_enabled():
+            self.say_compiled()
         if self.gates.on(module):
             # An intercepting door is reached by the loop's plain branch, until close.
             self.gates.switch(module, self._compiled_on and not self.intercepts)
@@ -265,20 +298,13 @@ class Door:
             module.register_forward_pre_hook(self.open, with_kwargs=True),
             module.register_forward_hook(self.close, always_call=True),
         ]
-        for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
-            self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
 
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of every gate of ``module``."""
-        if self.gates.uneven(module):
-            self.messages.warn(
-                "checkpointing was switched on for some of the model's layers only "
-                "(every_n_layers?); the schedule takes its place",
-            )
         for function in self.gates.ask(module, self):
             self.messages.warn(
-                f"the checkpoint function {described(function)} that was set on the model is "
-                "replaced by the schedule",
+                f"the checkpoint function {getattr(function, '__qualname__', function)} that was "
+                "set on the model is replaced by the schedule",
             )
 
     def intercept(self, module: Module) -> None:
@@ -314,6 +340,7 @@ class Door:
             release(module for module in model.modules() if self._leads_here(module))
             self.gates.restore(model)
         self.backend.close()
+        self._any_order()
 
     def _leads_here(self, module: Module) -> bool:
         way = module.__dict__.get(DOOR)

@@ -29,15 +29,7 @@ from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .segments import Proof
 from .settings import ConfigSource, Settings, load_settings
-from .stacks import (
-    block_list,
-    blocks_of,
-    candidate_stacks,
-    has_checkpointing_layers,
-    matching,
-    stacks_of,
-    units_of,
-)
+from .stacks import block_list, blocks_of, candidate_stacks, matching, stacks_of, units_of
 
 # Models whose own setters were called, and what they changed.
 _settled: WeakKeyDictionary[Module, Settled] = WeakKeyDictionary()
@@ -114,6 +106,8 @@ def apply(
             logger.warning("%s", remark)
     else:
         owner = _install(base, report, described, settings)
+        if _is_one_graph(model):
+            owner.say_compiled()
     logger.info("installed on %s: %s", type(base).__name__, report)
     return Installation(base, report, owner)
 
@@ -164,6 +158,14 @@ def unwrap(model: Module) -> Module:
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
 
 
+def _is_one_graph(model: Module) -> bool:
+    """Whether ``model`` is compiled as a whole, under PEFT's and parallel wrappers."""
+    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
+    if isinstance(inner, OptimizedModule) or inner._compiled_call_impl is not None:
+        return True
+    return isinstance(inner, PeftModel) and _is_one_graph(inner.get_base_model())
+
+
 def _find_family(
     base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
 ) -> Family | None:
@@ -182,9 +184,7 @@ def _find_family(
         named = None
     if found is None and named and all(block_list(base, s.path) for s in named.stacks):
         return named  # a trainer's own class, with the stacks of the family that it names
-    if found is None and has_checkpointing_layers(base):
-        logger.info("%s is made of layers of transformers, which are its stacks", class_name)
-    elif found is None:
+    if found is None:
         logger.warning("no family describes %s; its stacks are found by probing", class_name)
     elif named and named.family != found.family:
         logger.warning(

@@ -10,10 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.utils.checkpoint
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin, compile_regions
-from peft import LoraConfig
 from torch import nn
 from toys import WIDTH, Block, Doorless, WithDoor, Wrapper, toy
 from training import add_lora, keys, model_and_inputs
@@ -512,139 +508,7 @@ def test_a_lora_scale_is_the_same_in_recompute(interval, scale):
         assert step(model, inputs) == expected
 
 
-# Compiled models.
-
-
-def compiled(model):
-    """The model in one graph, and the number of checkpoint regions of each graph captured."""
-    torch._dynamo.reset()
-    regions = []
-
-    def backend(graph, example_inputs):
-        calls = [n for n in graph.graph.nodes if n.op == "call_function"]
-        regions.append(sum("activation_checkpoint" in str(call.target) for call in calls))
-        return torch._dynamo.backends.debugging.aot_eager(graph, example_inputs)
-
-    return torch.compile(model, backend=backend, fullgraph=True), regions
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", ["apply", "compile", "prove"])
-def test_compiled_as_a_whole(kind, first):
-    """The same coverage block by block, in one graph, whichever came first."""
-    model, inputs = toy(kind)
-    expected = step(model, inputs)
-    if first != "compile":
-        installation = simpletuner_segckpt.apply(model, keys(2, 4))
-    if first == "prove":
-        for _ in range(2):
-            step(model, inputs)
-    graph, regions = compiled(model)
-    if first == "compile":
-        installation = simpletuner_segckpt.apply(graph, keys(2, 4))
-    for _ in range(2):
-        got = step(model, inputs, run=graph)
-        torch.testing.assert_close(got.gradients, expected.gradients)
-    assert regions == [4]  # blocks 0, 1, 4 and 5; compiled once
-    assert [c.name for c in installation.effect.conditions] == ["torch.compile"]
-    for _ in range(2):
-        step(model, inputs)
-    assert installation.effect["blocks"].segments == (range(0, 2), range(4, 6))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_as_a_whole_and_off(kind):
-    model, inputs = toy(kind)
-    simpletuner_segckpt.apply(model, {"gradient_checkpointing": False})
-    if kind is WithDoor:
-        model.enable_gradient_checkpointing()
-    graph, regions = compiled(model)
-    step(model, inputs, run=graph)
-    assert sum(regions) == 0
-
-
-def test_compiled_as_a_whole_and_disabled_in_between():
-    model, inputs = toy(WithDoor)
-    simpletuner_segckpt.apply(model, keys(2, 4))
-    graph, regions = compiled(model)
-    step(model, inputs, run=graph)
-    model.disable_gradient_checkpointing()
-    step(model, inputs, run=graph)
-    model.enable_gradient_checkpointing()
-    step(model, inputs, run=graph)
-    assert regions[0] == 4
-    assert regions[1] == 0
-    assert set(regions[2:]) <= {4}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("order", ["apply", "compile"])
-def test_regions_compiled_by_accelerate(kind, order):
-    """accelerate trains a copy of the model: that one has the schedule, in either order."""
-    model, inputs = toy(kind)
-    expected = step(model, inputs)
-    before = model.__dict__.get("gradient_checkpointing"), type(model.blocks[0])
-    torch._dynamo.reset()
-    if order == "apply":
-        installation = simpletuner_segckpt.apply(model, keys(2, 4))
-    copy_ = compile_regions(model, backend="eager")
-    if order == "compile":
-        installation = simpletuner_segckpt.apply(copy_, keys(2, 4))
-    for _ in range(3):
-        got = step(model, inputs, run=copy_)
-        torch.testing.assert_close(got.gradients, expected.gradients)
-    effect = installation.effect["blocks"]
-    assert effect.covered == (0, 1, 4, 5)
-    if kind is WithDoor:
-        assert effect.segments == (range(0, 2), range(4, 6))
-    installation.remove()
-    for trained in (model, copy_):
-        assert (
-            trained.__dict__.get("gradient_checkpointing"),
-            type(model.blocks[0]),
-        ) == before
-        assert not trained._forward_pre_hooks
-
-
-@pytest.mark.parametrize("order", ["apply", "prepare"])
-@pytest.mark.parametrize("regional", [False, True])
-def test_prepared_by_accelerate_with_mixed_precision(order, regional):
-    model, inputs = model_and_inputs("flux")
-    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))
-    torch._dynamo.reset()
-    AcceleratorState._reset_state()  # it remembers the plugin of the first one in the process
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
-    options = {"dynamo_plugin": plugin} if regional else {}
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)
-    plain = accelerator.prepare(copy.deepcopy(model))
-    expected = step(plain, inputs)
-    if order == "apply":
-        installation = simpletuner_segckpt.apply(model, keys(2, 4))
-    prepared = accelerator.prepare(model)
-    if order == "prepare":
-        installation = simpletuner_segckpt.apply(prepared, keys(2, 4))
-    for _ in range(3):
-        got = step(prepared, inputs)
-        assert torch.equal(got.loss, expected.loss)
-        assert all(
-            (a is None and b is None) or torch.equal(a, b)
-            for a, b in zip(got.gradients.values(), expected.gradients.values(), strict=True)
-        )
-    for stack in installation.effect.stacks:
-        assert stack.segments == (range(0, 2), range(4, 5))
-
-
-def test_blocks_compiled_by_diffusers():
-    model, inputs = model_and_inputs("flux")
-    expected = step(model, inputs)
-    torch._dynamo.reset()
-    installation = simpletuner_segckpt.apply(model, keys(2, 4))
-    model.compile_repeated_blocks(backend="eager")
-    for _ in range(3):
-        got = step(model, inputs)
-        torch.testing.assert_close(got.gradients, expected.gradients)
-    for stack in installation.effect.stacks:
-        assert stack.segments == (range(0, 2), range(4, 5))
+# Switched off and on.
 
 
 def test_a_disabled_model_has_no_stale_effect():
@@ -782,24 +646,6 @@ def test_a_second_schedule_on_a_part_of_a_model_is_refused(kind, first):
 
 
 # Keyword loops: their flag is off while their forward runs.
-
-
-def test_a_keyword_loop_compiled_and_then_not():
-    model, inputs = model_and_inputs("auraflow")
-    expected = step(model, inputs)
-    installation = simpletuner_segckpt.apply(model, keys(2))
-    graph, regions = compiled(model)
-    blocks = sum(stack.blocks for stack in installation.report.stacks)
-    for _ in range(2):
-        torch.testing.assert_close(step(model, inputs, run=graph).gradients, expected.gradients)
-    assert regions[0] == blocks
-    assert model.is_gradient_checkpointing
-    for _ in range(2):
-        assert step(model, inputs) == expected
-    assert len(installation.effect.stacks) == 2
-    model.disable_gradient_checkpointing()
-    step(model, inputs, run=graph)
-    assert regions[-1] == 0
 
 
 def test_a_thread_that_ends_in_the_middle_of_a_forward():
