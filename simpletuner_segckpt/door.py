@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from .backends import plainly
+from .cache import cache_makers
 from .compiled import AS_A_WHOLE, NO_SEGMENTS, try_oldest_first
 from .forwards import Forwards
-from .gates import FLAG, Gates
+from .gates import FLAG, Gates, described
 from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
 from .parts import Kind, Part, Runner, intercept_parts
@@ -169,16 +170,11 @@ class Door:
 
     # Hooks of the model.
 
-    def open(
-        self, module: Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        """Forward pre-hook of the model: decide how the blocks of this forward run.
-
-        Returns other arguments where the model would fill a cache that a recompute fills again.
-        """
+    def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: decide how the blocks of this forward run."""
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
-            return None
+            return
         running = self._running.get(threading.get_ident(), [])
         while running and not _is_live(running[-1][0]):
             # Ended by a KeyboardInterrupt, for which torch calls no hook.
@@ -192,17 +188,16 @@ class Door:
             forward = self.forwards.plan(module, arguments) if self.on else None
         running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
-        if forward is None:
-            return None
-        if self.intercepts:
+        if forward is not None and self.intercepts:
             self.gates.switch(module, False)  # until close: the loop takes its plain branch
-        if "use_cache" in self.parameters[len(args) :] and self._would_cache(module, arguments):
+
+    def say_cache_is_off(self) -> None:
+        """A part of the model wanted a KV cache (see ``cache``)."""
+        if not torch.compiler.is_compiling():
             self.messages.warn(
                 "use_cache is off while gradient checkpointing trains: "
                 "recompute would fill it again",
             )
-            return args, kwargs | {"use_cache": False}
-        return None
 
     def close(self, module: Module, args: tuple, output: Any) -> Any:
         """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
@@ -226,13 +221,6 @@ class Door:
         return plain_tree(output) if kept else None
 
     # What they need.
-
-    @staticmethod
-    def _would_cache(module: Module, arguments: Mapping[str, Any]) -> bool:
-        """Whether a transformers model would make a KV cache, as it does unless told not to."""
-        given = arguments.get("use_cache")
-        wanted = getattr(getattr(module, "config", None), "use_cache", False)
-        return bool(wanted if given is None else given)
 
     def _end(self, module: Module, running: Running) -> Forward | None:
         """Take the innermost forward off this thread's list."""
@@ -298,13 +286,20 @@ class Door:
             module.register_forward_pre_hook(self.open, with_kwargs=True),
             module.register_forward_hook(self.close, always_call=True),
         ]
+        for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
+            self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
 
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of every gate of ``module``."""
+        if self.gates.uneven(module):
+            self.messages.warn(
+                "checkpointing was switched on for some of the model's layers only "
+                "(every_n_layers?); the schedule takes its place",
+            )
         for function in self.gates.ask(module, self):
             self.messages.warn(
-                f"the checkpoint function {getattr(function, '__qualname__', function)} that was "
-                "set on the model is replaced by the schedule",
+                f"the checkpoint function {described(function)} that was set on the model is "
+                "replaced by the schedule",
             )
 
     def intercept(self, module: Module) -> None:

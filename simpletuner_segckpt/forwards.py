@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from .backends import Backend, Runners
 from .compiled import too_old
-from .conditions import CALL_CONDITIONS, call_conditions
+from .conditions import CALL_CONDITIONS, NOT_RECOMPUTED, call_conditions
 from .config_schema import CheckpointingConfig
 from .fsdp import are_sharded, recompute_fault
 from .hooks import model_conditions, refuse_hooks, swap_manager
@@ -50,6 +50,7 @@ class Forwards:
         self.conditions = (*conditions, *general)
         self.described = carried is not None
         self.carried = dict(carried or {})
+        self._ran: set[str] = set()  # paths of the stacks that have run
         self.trying_out = False  # whether segments are, which asks no block to be recomputed
         self._proven: dict[tuple[CallShape, str], Proof] = {}
 
@@ -60,7 +61,7 @@ class Forwards:
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
         """How the blocks of a training forward with these arguments run."""
-        conditions = call_conditions(self.conditions, arguments)
+        conditions = call_conditions(self.conditions, arguments, module)
         inside = inside_checkpoint()
         if inside:
             reason = "the whole model runs inside another checkpoint call"
@@ -130,13 +131,12 @@ class Forwards:
         """What this forward showed for those that follow."""
         planned = {stack.path: stack for stack in self.stacks}
         for run in forward.runs:
-            if run.cached:
-                message = "blocks that are given a KV cache run without being recomputed"
-                self.messages.warn(f"{run.stack.path}: {message}")
+            if run.cached and NOT_RECOMPUTED not in run.reason:
+                self.messages.warn(f"{run.stack.path}: {NOT_RECOMPUTED}")
             if run not in forward.reached:
                 self.messages.warn(
-                    f"{run.stack.path} was not reached: the model does not run its blocks through "
-                    "its checkpoint function, so nothing of it is recomputed",
+                    f"{run.stack.path} was not reached: this forward did not run its blocks, or "
+                    "not through the checkpoint function, so nothing of it is recomputed",
                 )
             elif isinstance(run, RecordingRun):
                 self.trying_out = True
@@ -154,13 +154,23 @@ class Forwards:
             # Modules that run more than once count each time.
             self.units = self._schedules(counts | {UNITS: units})[UNITS]
         reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
-        if not self.described and reached and reached != list(self.stacks):
-            # What keep_last keeps goes by execution order, which nobody described, and lists that
-            # only looked like stacks must not use it up.
-            schedules = self._schedules({stack.path: stack.blocks for stack in reached})
-            self.stacks = tuple(replace(stack, schedule=schedules[stack.path]) for stack in reached)
-            if self.config.keep_last:
-                self._proven.clear()
+        if not self.described and not self._ran.issuperset(stack.path for stack in reached):
+            self._in_order(reached)
+
+    def _in_order(self, reached: Sequence[StackReport]) -> None:
+        """Schedule again: stacks ran that had not run before.
+
+        What keep_last keeps goes by execution order, which nobody described, and lists that only
+        looked like stacks must not use it up.
+        """
+        before = [s for s in self.stacks if s.path in self._ran and s not in reached]
+        ran = (*before, *reached)
+        self._ran = {stack.path for stack in ran}
+        schedules = self._schedules({stack.path: stack.blocks for stack in ran})
+        if any(stack.schedule != schedules[stack.path] for stack in ran):
+            self._proven.clear()
+        scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
+        self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
 
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
         config = self.config

@@ -29,7 +29,15 @@ from .registry import FamilyRegistry
 from .report import UNITS, Condition, Effect, Report
 from .segments import Proof
 from .settings import ConfigSource, Settings, load_settings
-from .stacks import block_list, blocks_of, candidate_stacks, matching, stacks_of, units_of
+from .stacks import (
+    block_list,
+    blocks_of,
+    candidate_stacks,
+    has_checkpointing_layers,
+    matching,
+    stacks_of,
+    units_of,
+)
 
 # Models whose own setters were called, and what they changed.
 _settled: WeakKeyDictionary[Module, Settled] = WeakKeyDictionary()
@@ -184,7 +192,9 @@ def _find_family(
         named = None
     if found is None and named and all(block_list(base, s.path) for s in named.stacks):
         return named  # a trainer's own class, with the stacks of the family that it names
-    if found is None:
+    if found is None and has_checkpointing_layers(base):
+        logger.info("%s is made of layers of transformers, which are its stacks", class_name)
+    elif found is None:
         logger.warning("no family describes %s; its stacks are found by probing", class_name)
     elif named and named.family != found.family:
         logger.warning(
