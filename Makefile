@@ -12,7 +12,7 @@ demo: .venv/installed
 	$(BIN)/segckpt validate --blocks transformer_blocks=6 --blocks single_transformer_blocks=10 $(CONFIGS)
 	$(BIN)/python examples/flux_lora/train.py $(CONFIGS)
 
-test: .venv/installed
+test: .venv/quantized
 	$(BIN)/pytest -n auto
 
 # The type checker wants the package as it is installed: under one name, in one tree.
@@ -37,6 +37,11 @@ bench: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt torch
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+# By themselves: whoever imports PEFT is told what these libraries miss, which is no start of a demo.
+.venv/quantized: .venv/installed
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[quantized]"
 	touch $@
 
 clean:

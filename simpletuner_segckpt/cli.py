@@ -7,6 +7,7 @@ from importlib.metadata import version
 # Command -> the module whose main it is, and what it does.
 COMMANDS = {
     "validate": ("validate", "check config files and show the schedule of every stack"),
+    "launch": ("launch", "run a training script under the schedule of a config"),
     "estimate": ("estimate", "predict peak memory and step time, without a GPU"),
     "plan": ("plan", "find the fastest keys that fit a memory budget"),
     "compare": ("compare", "set predictions beside measurements"),

@@ -29,9 +29,10 @@ from .forwards import Forwards
 from .gates import FLAG, Gates, described
 from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
+from .messages import logger
 from .parts import Kind, Part, Runner, intercept_parts
 from .repeat import Repeatable
-from .report import Condition, Effect
+from .report import Condition, Effect, History
 from .segments import Forward
 from .stacks import blocks_of
 
@@ -81,12 +82,13 @@ class Door:
     def _forget_runs(self) -> None:
         # By thread.
         self._running: dict[int, Running] = {}
+        self.history = History()
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._any_order = try_oldest_first(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_running", "_models", "_any_order")
+        of_this_process = ("_running", "_models", "_any_order", "history")
         return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -186,6 +188,8 @@ class Door:
         if torch.is_grad_enabled():
             self.on = self._enabled(module)
             forward = self.forwards.plan(module, arguments) if self.on else None
+        else:
+            self.history.without_gradients += 1
         running.append((sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
         if forward is not None and self.intercepts:
@@ -217,6 +221,9 @@ class Door:
         forward.finish()
         self.effect = forward.effect()
         self.forwards.learn(forward)
+        self.history.add(self.effect)
+        if self.history.trained == 1:
+            self._say_first(module)
         kept = any(isinstance(leaf, Handed) for leaf in pytree.tree_leaves(output))
         return plain_tree(output) if kept else None
 
@@ -241,6 +248,7 @@ class Door:
         if self.off or not (wanted or paused):
             reason = self.off or "it was switched off on the model"
             self.effect = Effect((), (Condition("model", FLAG, reason, off=True),))
+            self.history.switched_off += 1
             return False
         if module not in self._models:
             self._models.add(module)
@@ -249,6 +257,17 @@ class Door:
         if not self.gates.asks(module, self):
             self.claim(module)
         return True
+
+    def _say_first(self, module: Module) -> None:
+        """What the first training forward did, and what it proved for those that follow."""
+        lines = [
+            f"first training forward of {type(module).__name__}",
+            *str(self.effect).split("\n"),
+        ]
+        for path, proof in self.forwards.proofs.items():
+            lines.append(f"{path}, from the next one on:")
+            lines.append(f"  {proof.schedule}")
+        logger.info("%s", "\n  ".join(lines))
 
     def _any_running(self) -> bool:
         """Whether a training forward of the model runs in any thread."""
@@ -261,6 +280,7 @@ class Door:
         self.on = self._compiled_on = not self.off and self.gates.on(module)
         self.effect = None  # see ``last_effect``
         if self._compiled_on and torch.is_grad_enabled():
+            self.history.compiled = True
             self.say_compiled()
         if self.gates.on(module):
             # An intercepting door is reached by the loop's plain branch, until close.

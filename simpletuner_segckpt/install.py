@@ -26,7 +26,7 @@ from .native_facts import native_problems
 from .parts import Kind
 from .planning import make_report, problems
 from .registry import FamilyRegistry
-from .report import UNITS, Condition, Effect, Report
+from .report import UNITS, Condition, Effect, History, Report
 from .segments import Proof
 from .settings import ConfigSource, Settings, load_settings
 from .stacks import (
@@ -60,6 +60,11 @@ class Installation:
         nothing is observed.
         """
         return self._owner.last_effect if isinstance(self._owner, Door) else None
+
+    @property
+    def history(self) -> History | None:
+        """What all forwards did since; None for a class with its own setters."""
+        return self._owner.history if isinstance(self._owner, Door) else None
 
     @property
     def proofs(self) -> dict[str, Proof]:

@@ -189,6 +189,11 @@ class StackEffect:
         return tuple(b for span in self.spans if not span.recomputed for b in span.blocks)
 
     @property
+    def drawing(self) -> str:
+        """For example ``[0 1] 2 3``: in brackets what one checkpoint call recomputes."""
+        return " ".join(map(str, self.spans))
+
+    @property
     def feed_forwards(self) -> int:
         """Calls of feed-forwards that are recomputed by themselves."""
         return sum(span.tally.feed_forwards for span in self.spans)
@@ -209,10 +214,9 @@ class StackEffect:
         counts |= {f"outputs of {kind} kept": n for kind, n in sorted(self.kept.items())}
         counts["tensors in CPU memory"] = self.offloaded
         told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        ran = " ".join(map(str, self.spans))
         return [
             f"{self.path}: {self.strategy}{reason}",
-            f"  {ran}",
+            f"  {self.drawing}",
             *([f"  {told}"] if told else []),
         ]
 
@@ -238,6 +242,53 @@ class Effect:
             if stack.path == path:
                 return stack
         raise KeyError(path)
+
+
+@dataclass(slots=True)
+class History:
+    """What ran since the schedule was installed, forward by forward.
+
+    trained: training forwards that were observed to their end.
+    without_gradients: forwards under ``no_grad`` or ``inference_mode``.
+    switched_off: forwards with gradients while checkpointing was off on the model.
+    compiled: whether a training forward ran in a graph that was compiled as a whole, unobserved.
+    ran: by stack path, in how many training forwards it ran under which strategy, and why.
+    drawn: by stack path, what ran last: ``[0 1] 2 3`` and so on.
+    recomputed: whether any block was recomputed in any of them.
+    """
+
+    trained: int = 0
+    without_gradients: int = 0
+    switched_off: int = 0
+    compiled: bool = False
+    ran: dict[str, Counter[tuple[Strategy, str]]] = field(default_factory=dict)
+    drawn: dict[str, str] = field(default_factory=dict)
+    recomputed: bool = False
+
+    def add(self, effect: Effect) -> None:
+        """One more training forward."""
+        self.trained += 1
+        for stack in effect.stacks:
+            if stack.spans:
+                self.ran.setdefault(stack.path, Counter())[stack.strategy, stack.reason] += 1
+                self.drawn[stack.path] = stack.drawing
+            self.recomputed = self.recomputed or bool(stack.segments)
+
+    def lines(self) -> list[str]:
+        """How many forwards of each kind; for each stack how often it ran how, and the last."""
+        counts = {"without gradients": self.without_gradients}
+        counts["with checkpointing switched off"] = self.switched_off
+        out = [f"{self.trained} training forwards"]
+        out[0] += "".join(f", {count} {what}" for what, count in counts.items() if count)
+        if self.compiled:
+            out.append("and some in a graph compiled as a whole: block by block, not observed")
+        for path, counted in self.ran.items():
+            told = [
+                f"{strategy} in {count}{f' ({reason})' if reason else ''}"
+                for (strategy, reason), count in counted.most_common()
+            ]
+            out += [f"{path}: {', '.join(told)}", f"  {self.drawn[path]}"]
+        return out
 
 
 def shortfalls(

@@ -23,8 +23,6 @@ from .configfile import ConfigFile, read_config_file
 from .errors import ConfigError
 from .findings import Finding, Severity
 
-ConfigSource = str | Path | Mapping[str, Any] | argparse.Namespace | CheckpointingConfig
-
 Keys = TypeVar("Keys", bound=BaseModel)
 
 # Rests of our keys that a trainer may well have as keys of its own.
@@ -52,11 +50,17 @@ class Settings:
         return self.file.finding(rule, message, written(self.file, key), severity)
 
 
+# What ``apply`` takes.
+ConfigSource = str | Path | Mapping[str, Any] | argparse.Namespace | CheckpointingConfig | Settings
+
+
 def load_settings(source: ConfigSource) -> Settings:
     """Read and check a config in any form that ``apply`` takes.
 
     Raises ``ConfigError`` with every finding when one of them is an error.
     """
+    if isinstance(source, Settings):
+        return source
     if isinstance(source, CheckpointingConfig):
         source = source.model_dump(by_alias=True)
     if isinstance(source, argparse.Namespace):
