@@ -85,10 +85,10 @@ class Door:
         self.history = History()
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._any_order = try_oldest_first(self)
+        self._oldest_first = try_oldest_first(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_running", "_models", "_any_order", "history")
+        of_this_process = ("_running", "_models", "_oldest_first", "history")
         return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Door:
     def say_compiled(self) -> bool:
         """Say what is lost; called by the compiler itself, since a traced forward cannot."""
         if any(self._lost_when_compiled()):
-            self.messages.warn(str(self._compiled))
+            self.messages.warn("compiled", str(self._compiled))
         return True
 
     # Called from the model's loop.
@@ -143,6 +143,7 @@ class Door:
         if inside_checkpoint() or self.forwards.trying_out:
             return block(*args, **kwargs)  # of a block that asks for it once more
         self.messages.warn(
+            "past-the-hooks",
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
             "every block runs as one that is covered, by itself",
         )
@@ -199,6 +200,7 @@ class Door:
         """A part of the model wanted a KV cache (see ``cache``)."""
         if not torch.compiler.is_compiling():
             self.messages.warn(
+                "no-cache",
                 "use_cache is off while gradient checkpointing trains: "
                 "recompute would fill it again",
             )
@@ -243,7 +245,7 @@ class Door:
         paused = self.intercepts and self._any_running()
         wanted = self.gates.on(module)
         if self.off and self.gates.names and wanted:
-            self.messages.warn(f"gradient checkpointing is off again: {self.off}")
+            self.messages.warn("off-again", f"gradient checkpointing is off again: {self.off}")
             self.gates.switch(module, False)
         if self.off or not (wanted or paused):
             reason = self.off or "it was switched off on the model"
@@ -313,11 +315,13 @@ class Door:
         """Be the checkpoint function of every gate of ``module``."""
         if self.gates.uneven(module):
             self.messages.warn(
+                "replaced",
                 "checkpointing was switched on for some of the model's layers only "
                 "(every_n_layers?); the schedule takes its place",
             )
         for function in self.gates.ask(module, self):
             self.messages.warn(
+                "replaced",
                 f"the checkpoint function {described(function)} that was set on the model is "
                 "replaced by the schedule",
             )
@@ -355,7 +359,7 @@ class Door:
             release(module for module in model.modules() if self._leads_here(module))
             self.gates.restore(model)
         self.backend.close()
-        self._any_order()
+        self._oldest_first()
 
     def _leads_here(self, module: Module) -> bool:
         way = module.__dict__.get(DOOR)

@@ -1,20 +1,24 @@
 """Everything this package raises for a reason that its user can act on."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .findings import Finding
+from .findings import CODES, Finding
 
 
 class SegckptError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below. The text of some begins with the code of a message."""
+
+    rule: str = ""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{CODES[self.rule]} {text}" if self.rule else text
 
 
 class ConfigError(SegckptError, ValueError):
     """A config that cannot be used; ``findings`` says where and what to write instead."""
 
-    def __init__(self, findings: "Sequence[Finding]"):
+    def __init__(self, findings: Sequence[Finding]):
         self.findings = tuple(findings)
         super().__init__("\n".join(str(finding) for finding in self.findings))
 
@@ -40,12 +44,16 @@ class SegmentBroken(SegckptError, RuntimeError):
     block by block from then on: the same forward can simply be tried again.
     """
 
+    rule = "segment-broken"
+
 
 class UnsupportedModel(SegckptError, TypeError):
     """The model has no stack of blocks that could be scheduled, or hooks that cannot work with it.
 
     Hooks may arrive after ``apply``: then it is raised by the forward, before the first block.
     """
+
+    rule = "unsupported-model"
 
 
 class WorkloadError(SegckptError, ValueError):

@@ -1,11 +1,14 @@
-"""One finding about a config file, and the codes that stay the same between versions."""
+"""One finding about a config file, and the codes that stay the same between versions.
+
+docs/troubleshooting.md says for each code what to do.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning"]
 
-# code -> (short name, what it means)
+# code -> (short name, what it means), of a config file
 RULES = {
     "SEG001": ("unreadable", "the file cannot be read"),
     "SEG101": ("encoding", "the file is not UTF-8, or starts with a byte order mark"),
@@ -27,7 +30,32 @@ RULES = {
     "SEG402": ("unsupported-option", "an option that cannot be carried out"),
     "SEG403": ("unknown-blocks", "the number of blocks is not known"),
 }
-CODES = {name: code for code, (name, _) in RULES.items()}
+# The same of what is said while a model is given its schedule, trains, or is launched
+WARNINGS = {
+    "SEG501": ("unsupported-model", "a model that cannot have a schedule as it is"),
+    "SEG502": ("no-family", "no family file describes the model"),
+    "SEG503": ("other-family", "the model belongs to another family than the config names"),
+    "SEG504": ("own-setters", "a class with setters of its own does something else"),
+    "SEG505": ("replaced", "what was set on the model before gives way to the schedule"),
+    "SEG506": ("off-again", "checkpointing was switched on where the config says off"),
+    "SEG601": ("block-by-block", "blocks that were to run in segments run by themselves"),
+    "SEG602": ("not-reached", "a stack did not run through the model's loop"),
+    "SEG603": ("blocks-changed", "a stack has another number of blocks than before"),
+    "SEG604": ("left-to-others", "blocks that recompute themselves"),
+    "SEG605": ("past-the-hooks", "the model's forward was called directly"),
+    "SEG606": ("no-cache", "a KV cache cannot be filled by a step with recompute"),
+    "SEG607": ("nothing-inside", "what was planned for the inside of blocks did not happen"),
+    "SEG608": ("compiled", "what compiling makes of the schedule"),
+    "SEG609": ("sharded", "what sharding makes of the recompute"),
+    "SEG610": ("written-buffer", "a block writes a buffer that is too large to be copied"),
+    "SEG611": ("not-pinned", "no memory could be pinned"),
+    "SEG612": ("segment-broken", "the loop did something new inside a segment"),
+    "SEG701": ("never-enabled", "the script enabled checkpointing on no model"),
+    "SEG702": ("never-trained", "no training forward ran with checkpointing switched on"),
+    "SEG703": ("nothing-recomputed", "no block was recomputed"),
+    "SEG704": ("no-schedule", "no model of the script could have the schedule"),
+}
+CODES = {name: code for code, (name, _) in (RULES | WARNINGS).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +74,7 @@ class Finding:
     severity: Severity = "error"
 
     def __post_init__(self) -> None:
-        assert self.rule in CODES, self.rule
+        assert CODES[self.rule] in RULES, self.rule
 
     @property
     def code(self) -> str:

@@ -70,7 +70,7 @@ class Forwards:
             conditions.append(manager)
         shape = call_shape(arguments, module.training)
         if fault := recompute_fault(module):
-            self.messages.warn(fault)
+            self.messages.warn("sharded", fault)
         runners = self.backend.begin()
         runs = [self._run(module, s, runners, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
@@ -98,12 +98,13 @@ class Forwards:
                 f"it has {len(blocks)} blocks now and had {planned.blocks} when the schedule was "
                 "installed; call apply() again"
             )
-            self.messages.warn(f"{planned.path}: {changed}")
+            self.messages.warn("blocks-changed", f"{planned.path}: {changed}")
             found.append(changed)
         if itself := [k for k, block in enumerate(blocks) if recomputes_itself(block)]:
             which = f"blocks {' '.join(map(str, itself))}"
             reason = f"{which} recompute themselves: FSDP's activation checkpointing wraps them"
-            self.messages.warn(f"{planned.path}: {reason}, and the schedule leaves them out")
+            message = f"{planned.path}: {reason}, and the schedule leaves them out"
+            self.messages.warn("left-to-others", message)
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
         refuse_hooks(planned, blocks)
         if planned.strategy == "segmented" and not found:
@@ -132,9 +133,10 @@ class Forwards:
         planned = {stack.path: stack for stack in self.stacks}
         for run in forward.runs:
             if run.cached and NOT_RECOMPUTED not in run.reason:
-                self.messages.warn(f"{run.stack.path}: {NOT_RECOMPUTED}")
+                self.messages.warn("no-cache", f"{run.stack.path}: {NOT_RECOMPUTED}")
             if run not in forward.reached:
                 self.messages.warn(
+                    "not-reached",
                     f"{run.stack.path} was not reached: this forward did not run its blocks, or "
                     "not through the checkpoint function, so nothing of it is recomputed",
                 )
@@ -188,13 +190,13 @@ class Forwards:
     def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
         compiled = [index for index, block in enumerate(run.stack.blocks) if is_compiled(block)]
         if compiled and (fault := too_old()):
-            self.messages.warn(f"{run.stack.path}: {fault}")
+            self.messages.warn("compiled", f"{run.stack.path}: {fault}")
         moves = self.backend.moves
         for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
-            self.messages.warn(f"{run.stack.path}: {shortfall}")
+            self.messages.warn("nothing-inside", f"{run.stack.path}: {shortfall}")
 
     def _say_per_block(self, path: str, reason: str) -> None:
-        self.messages.warn(f"{path} runs block by block: {reason}")
+        self.messages.warn("block-by-block", f"{path} runs block by block: {reason}")
 
 
 def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:

@@ -20,7 +20,7 @@ from .forwards import Forwards
 from .gates import FUNCTION, Gates
 from .hooks import refuse_hooks
 from .intercept import DOOR
-from .messages import logger
+from .messages import logger, warn
 from .native import Settled, heard, is_native, restore, settle
 from .native_facts import native_problems
 from .parts import Kind
@@ -116,7 +116,7 @@ def apply(
         owner = _settled[base] = settle(base, settings.checkpointing, described, report)
         report = owner.report
         for remark in report.remarks:
-            logger.warning("%s", remark)
+            warn("own-setters", remark)
     else:
         owner = _install(base, report, described, settings)
         if _is_one_graph(model):
@@ -193,21 +193,17 @@ def _find_family(
     try:
         named = known.find(name, flavour) if name else None
     except UnknownFamily as error:
-        logger.warning("model_family: %s", error)
+        warn("other-family", f"model_family: {error}")
         named = None
     if found is None and named and all(block_list(base, s.path) for s in named.stacks):
         return named  # a trainer's own class, with the stacks of the family that it names
     if found is None and has_checkpointing_layers(base):
         logger.info("%s is made of layers of transformers, which are its stacks", class_name)
     elif found is None:
-        logger.warning("no family describes %s; its stacks are found by probing", class_name)
+        warn("no-family", f"no family describes {class_name}; its stacks are found by probing")
     elif named and named.family != found.family:
-        logger.warning(
-            "model_family is %s, but %s belongs to %s, which is used",
-            name,
-            class_name,
-            found.family,
-        )
+        named_so = f"model_family is {name}, but {class_name} belongs to {found.family}"
+        warn("other-family", f"{named_so}, which is used")
     return found
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from .errors import ConfigError, FamilyError, UnknownFamily
 from .estimate import print_findings
-from .messages import logger
+from .messages import logger, warn
 from .output import refuse
 from .registry import FamilyRegistry
 from .settings import load_settings
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _exit_code(run: "Launched") -> int:
     shortfall = run.shortfall()
     if shortfall:
-        logger.warning("%s", shortfall)
+        warn(*shortfall)
     return int(bool(shortfall))
 
 

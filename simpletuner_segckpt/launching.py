@@ -86,23 +86,24 @@ class Launched:
         for model in list(self._known):
             remove(model)
 
-    def shortfall(self) -> str:
-        """Why nothing that the config asks for took effect; empty when something did."""
+    def shortfall(self) -> tuple[str, str] | None:
+        """Why nothing that the config asks for took effect, and the rule of it, if nothing did."""
         if not self.settings.checkpointing.enabled:
-            return ""
+            return None
         if not self.models:
             return (
+                "never-enabled",
                 "the script never enabled gradient checkpointing, so nothing was recomputed; does "
-                "it want a switch of its own, such as --gradient_checkpointing?"
+                "it want a switch of its own, such as --gradient_checkpointing?",
             )
         installed = [model for model in self.models if model.report]
         if not installed:
-            return "no model of the script could be given the schedule"
+            return "no-schedule", "no model of the script could be given the schedule"
         if any(_took_effect(model) for model in installed):
-            return ""
+            return None
         if not any(model.history and model.history.trained for model in installed):
-            return "no training forward ran with checkpointing switched on"
-        return "nothing was recomputed"
+            return "never-trained", "no training forward ran with checkpointing switched on"
+        return "nothing-recomputed", "nothing was recomputed in any training forward"
 
     def lines(self) -> list[str]:
         """What ran, model by model."""

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .findings import CODES
+
 logger = logging.getLogger("simpletuner_segckpt")
 
 
@@ -18,13 +20,18 @@ def quiet(log: logging.Logger, level: int) -> Iterator[None]:
         log.setLevel(before)
 
 
+def warn(rule: str, message: str) -> None:
+    """Say ``message`` with the code of its rule."""
+    logger.warning("%s %s", CODES[rule], message)
+
+
 class Messages:
     """Says each thing once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
-    def warn(self, message: str) -> None:
+    def warn(self, rule: str, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            logger.warning("%s", message)
+            warn(rule, message)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .messages import logger
+from .messages import warn
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +48,7 @@ class BufferPool:
                 return Buffer(self.allocate(nbytes), True)
             except RuntimeError as error:
                 self.close()
-                logger.warning("no pinned memory, offloading to pageable memory: %s", error)
+                warn("not-pinned", f"no pinned memory, offloading to pageable memory: {error}")
         return Buffer(torch.empty(nbytes, dtype=torch.uint8), False)
 
     def give(self, buffer: Buffer) -> None:

@@ -89,8 +89,9 @@ class Repeatable:
         for buffer in noted.buffers:
             if buffer.copy is None:
                 _messages.warn(
+                    "written-buffer",
                     f"a {type(buffer.module).__name__} writes its buffer `{buffer.name}`, which is "
-                    "too large to be copied: its recompute starts from what was written"
+                    "too large to be copied: its recompute starts from what was written",
                 )
         return result
 

@@ -188,7 +188,7 @@ def test_nothing_that_needs_gradients_is_recomputed(run):
     text = MODEL + "it = Model(); it.enable_gradient_checkpointing(); train(it)"
     code, said = run(text, {"gradient_checkpointing_keep_last": 6})
     assert code == 1
-    assert "segckpt: nothing was recomputed" in said.err
+    assert "SEG703 nothing was recomputed in any training forward" in said.err
 
 
 def test_off_is_nothing_to_complain_of(run):
