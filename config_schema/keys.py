@@ -24,6 +24,8 @@ from .spelling import (
 )
 
 PREFIX = "gradient_checkpointing"
+# Keys that SimpleTuner does not know, and the fields that hold them. As options it refuses them.
+OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_last": "keep_last"}
 Backend = Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
 Kept = Literal["attention", "ffn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from .estimate import estimate_config
     from .family import Family
-    from .install import Installation, apply, remove
+    from .install import Installation, apply, installation_of, remove
     from .plan import plan_config
     from .probing import probe
     from .registry import FamilyRegistry
@@ -43,6 +43,7 @@ _HOMES = {
     "apply": "install",
     "estimate_config": "estimate",
     "fully_shard_segments": "sharding",
+    "installation_of": "install",
     "plan_config": "plan",
     "probe": "probing",
     "remove": "install",
@@ -64,6 +65,7 @@ __all__ = [
     "apply",
     "estimate_config",
     "fully_shard_segments",
+    "installation_of",
     "plan_config",
     "probe",
     "remove",

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from .config_schema import CheckpointingConfig
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
-from .estimate import add_workload_options, modes_in, overrides_of, print_findings
+from .estimate import add_workload_options, modes_in, overrides_of
 from .estimator.cards import card
 from .estimator.modes import MODES, OWN, keys_of
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import Settings, load_settings
-from .validate import UsageError, printable
+from .validate import UsageError, print_findings, printable
 
 if TYPE_CHECKING:
     import torch

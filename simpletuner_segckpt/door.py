@@ -32,7 +32,7 @@ from .links import Handed, inside_checkpoint, plain_tree
 from .messages import logger
 from .parts import Kind, Part, Runner, intercept_parts
 from .repeat import Repeatable
-from .report import Condition, Effect, History
+from .report import Condition, Effect, History, Report
 from .segments import Forward
 from .stacks import blocks_of
 
@@ -44,17 +44,18 @@ Running = list[tuple[FrameType, Forward | None]]
 class Door:
     """Stands in for a model's checkpoint function.
 
+    report: what is installed on the model.
     forwards: says how the blocks of each forward run.
     parameters: names of the parameters of the model's ``forward``.
     gates: the submodules that ask for a checkpoint function.
     gap_blocks: for calls that are compiled, which find their place by identity.
     intercepts: whether the loop reaches the door through its blocks, and must not ask the gates.
     parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
-    off: why checkpointing stays switched off, if it does.
     """
 
     def __init__(
         self,
+        report: Report,
         forwards: Forwards,
         parameters: Sequence[str],
         gates: Gates,
@@ -62,8 +63,8 @@ class Door:
         gap_blocks: Iterable[Module] = (),
         intercepts: bool = False,
         parts: Mapping[str, Mapping[Kind, Sequence[str]]] | None = None,
-        off: str = "",
     ):
+        self.report = report
         self.forwards = forwards
         self.backend = forwards.backend
         self.messages = forwards.messages
@@ -71,9 +72,11 @@ class Door:
         self.gates = gates
         self.intercepts = intercepts
         self.parts = dict(parts or {})
-        self.off = off
+        # Why checkpointing stays switched off, if it does.
+        self.off = next((str(condition) for condition in report.conditions if condition.off), "")
         self.on = False  # whether the last forward was to recompute
         self.effect: Effect | None = None
+        self.history = History()
         self.handles: list[RemovableHandle] = []
         self.gap_blocks = list(gap_blocks)
         self._compiled_on = False  # of the forward that is being traced
@@ -82,13 +85,12 @@ class Door:
     def _forget_runs(self) -> None:
         # By thread.
         self._running: dict[int, Running] = {}
-        self.history = History()
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._oldest_first = try_oldest_first(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_running", "_models", "_oldest_first", "history")
+        of_this_process = ("_running", "_models", "_oldest_first")
         return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,6 +149,8 @@ class Door:
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
             "every block runs as one that is covered, by itself",
         )
+        self.history.past_the_hooks += 1
+        self.history.recomputed = True
         runners = self.backend.begin()
         call = original_call(block)
         if isinstance(block, Module):

@@ -10,12 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .config_schema import CHECKPOINTING_KEYS, PREFIX
+from .config_schema import CHECKPOINTING_KEYS, OWN_KEYS, PREFIX
 
 EXTRA = "TRAINER_EXTRA_ARGS"
-
-# Keys that SimpleTuner does not know. As options of its command line it refuses them.
-OWN = ("gradient_checkpointing_keep", "gradient_checkpointing_keep_last")
 
 # The keys that SimpleTuner reads from variables, of those that this package reads.
 VARIABLES = {
@@ -139,7 +136,7 @@ def remark(setting: Setting) -> str:
     key, value, name = setting.key, setting.value, setting.name
     if name.startswith("--"):
         plain = key.removeprefix("--")
-        if plain in OWN:
+        if plain in OWN_KEYS:
             return f"is an option that SimpleTuner refuses; write {plain.upper()}={_text(value)}"
     elif name in VARIABLES:
         if key == PREFIX and value.strip().lower() == "false":
@@ -147,13 +144,13 @@ def remark(setting: Setting) -> str:
                 "is false, which SimpleTuner leaves out of an env file, so that its default, on, "
                 "stays; write off"
             )
-    elif key in CHECKPOINTING_KEYS and key not in OWN:
+    elif key in CHECKPOINTING_KEYS and key not in OWN_KEYS:
         return f"is not read by SimpleTuner; write {_line_of(key, value)}"
     return ""
 
 
 def _line_of(key: str, value: Any) -> str:
-    if key in OWN or key in _VARIABLE_OF:
+    if key in OWN_KEYS or key in _VARIABLE_OF:
         return f"{_VARIABLE_OF.get(key, key.upper())}={_text(value)}"
     return f'{EXTRA}+=" --{key}={_text(value)}"'
 

@@ -19,7 +19,7 @@ from .estimator.timing import Time, time_of
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import ConfigSource, load_settings
-from .validate import PRINTERS, Checked, printable
+from .validate import print_findings, printable
 
 CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
 MARGIN = 0.05  # of the card: twice the estimator's median error, see docs/estimator.md
@@ -213,13 +213,6 @@ def print_json(found: Estimates) -> None:
         "modes": modes,
     }
     print(json.dumps(document, indent=2))
-
-
-def print_findings(config: str, error: ConfigError, form: str = "text") -> int:
-    """Print what is wrong with a config as ``validate`` does; the exit code."""
-    checked = Checked(config, list(error.findings))
-    PRINTERS[form]([checked])
-    return checked.exit_code
 
 
 def add_workload_options(made: argparse.ArgumentParser) -> None:

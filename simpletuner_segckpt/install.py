@@ -146,6 +146,13 @@ def planned_for(
     return described, make_report(planned, described, stacks, left_out)
 
 
+def installation_of(model: Module) -> Installation | None:
+    """The schedule that is on ``model``, however it is wrapped, or None."""
+    base = unwrap(model)
+    owner = _door_of(base) or _settled.get(base)
+    return Installation(base, owner.report, owner) if owner else None
+
+
 def remove(model: Module) -> None:
     """Take the schedule off ``model``, or off a copy of a model that had one.
 
@@ -263,13 +270,13 @@ def _install(base: Module, report: Report, family: Family | None, settings: Sett
         _carried(report, family),
     )
     door = Door(
+        report,
         forwards,
         list(signature(type(base).forward).parameters)[1:],
         Gates(base),
         gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not has_door,
         parts=_parts(report, family, settings.checkpointing),
-        off=next((str(c) for c in report.conditions if c.off), ""),
     )
     try:
         door.attach(base)
@@ -294,6 +301,7 @@ def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:
     own = _door_of(base)
     blocks = [block for path in stacks if path != UNITS for block in blocks_of(base, path)]
     doors = [getattr(module, FUNCTION, None) for module in base.modules()]
+    doors += map(_door_of, base.modules())
     doors += [block.__dict__.get(DOOR) for block in blocks]
     if any(isinstance(door, Door) and door is not own for door in doors):
         raise UnsupportedModel(

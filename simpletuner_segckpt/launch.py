@@ -5,31 +5,31 @@
     torchrun --nproc-per-node 2 -m simpletuner_segckpt.launch --config config.json train.py ...
 
 Every model for which the script enables gradient checkpointing gets its schedule. What runs is
-said on standard error, by the first process. The exit code is the script's, or 1 when it ended
-well but nothing that the config asks for took effect or the schedule was refused, or 2 when it
-could not be started.
+said on standard error, by the first process, which also decides: the exit code is the script's, or
+1 when it ended well but nothing that the config asks for took effect or the schedule was refused,
+or 2 when it could not be started.
 """
 
 import argparse
+import builtins
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
-from .errors import ConfigError, FamilyError, UnknownFamily
-from .estimate import print_findings
-from .messages import logger, warn
+from .errors import ConfigError, FamilyError
+from .findings import CODES
+from .messages import logger
 from .output import refuse
 from .registry import FamilyRegistry
 from .settings import load_settings
-from .validate import printable
-
-if TYPE_CHECKING:
-    from .launching import Launched
+from .validate import UsageError, print_findings, printable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="exit codes: the script's own; 1 when it ended well but nothing that the config "
         "asks for took effect, or the config is wrong; 2 could not run",
     )
-    made.add_argument("--config", required=True, metavar="FILE", help="JSON or TOML")
+    made.add_argument("--config", required=True, metavar="FILE", help="JSON, TOML or env")
     made.add_argument(
         "--text-encoders",
         action="store_true",
@@ -58,52 +58,84 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if not options.module and not Path(options.script).is_file():
-        return refuse("launch", f"there is no script {printable(options.script)}")
+    first = os.environ.get("RANK", "0") == "0"
     try:
         settings = load_settings(options.config)
         registry = FamilyRegistry.default(options.families)
+        start = _module if options.module else _script
+        run = start(options.script, options.arguments)
     except ConfigError as error:
-        return print_findings(options.config, error)
-    except (FamilyError, UnknownFamily) as error:
+        return print_findings(options.config, error) if first else 1
+    except (FamilyError, UsageError) as error:
         return refuse("launch", printable(str(error)))
 
-    from .launching import scheduled
+    from .launching import Refused, scheduled
 
-    first = os.environ.get("RANK", "0") == "0"
-    with _told(first), scheduled(settings, registry, text_encoders=options.text_encoders) as run:
+    with _told(first), scheduled(settings, registry, text_encoders=options.text_encoders) as found:
         try:
-            _run(options.script, options.arguments, options.module)
-        except ConfigError as error:
-            return print_findings(options.config, error)
+            run()
+        except Refused as error:
+            return print_findings(options.config, error) if first else 1
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
         finally:
-            for line in run.lines():
-                logger.info("%s", line)
-        return _exit_code(run)
+            if first:
+                _report(line for model in found.models for line in model.lines())
+        shortfall = found.shortfall() if first else None
+        if shortfall is None:
+            return 0
+        rule, reason = shortfall
+        _report([f"{CODES[rule]} {reason}"])
+        return 1
 
 
-def _exit_code(run: "Launched") -> int:
-    shortfall = run.shortfall()
-    if shortfall:
-        warn(*shortfall)
-    return int(bool(shortfall))
+def _report(lines: Iterable[str]) -> None:
+    """Past the logger, which a script's own logging may have turned down or off."""
+    with suppress(OSError, ValueError):  # closed
+        for line in lines:
+            print(f"segckpt: {line}", file=sys.stderr, flush=True)
 
 
-def _run(script: str, arguments: Sequence[str], module: bool) -> None:
-    """Run a script as Python itself would. Raises what it raises, ``SystemExit`` but for 0."""
-    argv, path = sys.argv, sys.path
+def _script(script: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """Runs a script as Python itself would, as ``__main__`` to the end of the process.
+
+    Raises ``UsageError`` when there is no such file.
+    """
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}")
+    path = os.path.abspath(script)
     sys.argv = [script, *arguments]
-    sys.path = [os.getcwd() if module else str(Path(script).resolve().parent), *path[1:]]
+    if not sys.flags.safe_path:
+        sys.path = [os.path.dirname(path), *sys.path[1:]]
+
+    def run() -> None:
+        main = ModuleType("__main__")
+        loader = SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins)
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+
+    return run
+
+
+def _module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """Runs a module as ``python -m`` would. Raises ``UsageError`` when there is none."""
+    sys.argv = [name, *arguments]
+    if not sys.flags.safe_path:
+        sys.path = [os.getcwd(), *sys.path[1:]]
     try:
-        if module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv, sys.path = argv, path
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"there is no module {name}")
+
+    def run() -> None:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return run
 
 
 @contextmanager

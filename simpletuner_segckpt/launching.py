@@ -8,7 +8,7 @@ changed.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -18,31 +18,56 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from .config_schema import CheckpointingConfig
-from .errors import UnsupportedModel
-from .install import apply, remove
-from .messages import logger
+from .door import Door
+from .errors import ConfigError, UnsupportedModel
+from .install import Installation, apply, installation_of
+from .messages import logger, warn
 from .registry import FamilyRegistry
 from .report import History, Report
 from .settings import Settings
 
-DOORS = (
+# The methods by which scripts switch checkpointing on.
+ENABLERS = (
     (ModelMixin, "enable_gradient_checkpointing"),
     (PreTrainedModel, "activation_checkpointing_enable"),
     (PreTrainedModel, "gradient_checkpointing_enable"),
 )
 
+LEFT = "it is left to its own library's checkpointing"
+
+
+class Refused(ConfigError):
+    """The model that the config is about cannot have the schedule."""
+
 
 @dataclass(frozen=True)
-class Scheduled:
+class SwitchedOn:
     """One model that the script switched on. ``history`` is None where nothing is observed.
 
-    refused: why it has no schedule and is left to its own library's checkpointing.
+    as_asked: whether it was to have the config's schedule, and not every block by itself.
+    refused: why it has no schedule.
     """
 
     name: str
+    as_asked: bool = True
     report: Report | None = None
     history: History | None = None
     refused: str = ""
+
+    @property
+    def took_effect(self) -> bool:
+        if self.history is None:  # a class with its own setters
+            return self.report is not None and self.report.strategy == "native"
+        return self.history.recomputed or self.history.compiled
+
+    def lines(self) -> list[str]:
+        if self.report is None:
+            told = [f"no schedule: {self.refused}"]
+        elif self.history is None:
+            told = ["not observed: the class carries it out itself"]
+        else:
+            told = self.history.lines()
+        return [f"{self.name}, {told[0]}", *(f"  {line}" for line in told[1:])]
 
 
 @dataclass
@@ -52,76 +77,102 @@ class Launched:
     settings: Settings
     registry: FamilyRegistry
     text_encoders: bool  # whether these have the config's schedule, too
-    models: list[Scheduled] = field(default_factory=list)
+    models: list[SwitchedOn] = field(default_factory=list)
     _known: WeakSet[Module] = field(default_factory=WeakSet)
+    _applying: bool = False
 
     def install(self, model: Module) -> None:
-        """Give ``model`` its schedule, if it has none yet. Raises ``ConfigError``."""
+        """Give ``model`` its schedule, unless it has one. Raises ``Refused``."""
         if model in self._known:
             return
-        self._known.add(model)
-        name = type(model).__name__
-        config: Settings | CheckpointingConfig = self.settings
-        if self._is_text_encoder(model) and not self.text_encoders:
-            config = CheckpointingConfig(enabled=self.settings.checkpointing.enabled)
-            logger.info(
-                "%s is no diffusion model: every block of it is recomputed by itself "
-                "(--text-encoders gives it the schedule)",
-                name,
-            )
-        try:
-            installation = apply(model, config, registry=self.registry)
-        except UnsupportedModel as error:
-            self.models.append(Scheduled(name, refused=str(error)))
-            logger.warning("%s; it is left to its own library's checkpointing", error)
+        if own := installation_of(model):
+            self.note(model, own)
             return
-        self.models.append(Scheduled(name, installation.report, installation.history))
+        self._known.add(model)
+        name, settings = type(model).__name__, self.settings
+        as_asked = self.text_encoders or not self._is_text_encoder(model)
+        if not as_asked:
+            enabled = settings.checkpointing.enabled
+            alone = CheckpointingConfig(enabled=enabled)
+            settings = replace(settings, checkpointing=alone, findings=())
+            if enabled:
+                logger.info(
+                    "%s is no diffusion model: every block of it is recomputed by itself "
+                    "(--text-encoders gives it the schedule)",
+                    name,
+                )
+        try:
+            self._refuse_parts(model)
+            self._applying = True
+            installation = apply(model, settings, registry=self.registry)
+        except UnsupportedModel as error:
+            self.models.append(SwitchedOn(name, as_asked, refused=str(error)))
+            logger.warning("%s; %s", error, LEFT)
+        except ConfigError as error:
+            self.models.append(SwitchedOn(name, as_asked, refused=str(error)))
+            if self._is_about(model):
+                raise Refused(error.findings) from None
+            warn("no-schedule", f"{name}: {error}; {LEFT}")
+        else:
+            report, history = installation.report, installation.history
+            self.models.append(SwitchedOn(name, as_asked, report, history))
+        finally:
+            self._applying = False
+
+    def note(self, model: Module, own: Installation | Door) -> None:
+        """``model`` has a schedule that the script itself applied, or applies now."""
+        if not self._applying:
+            self._known.add(model)
+            name = type(model).__name__
+            logger.info("%s has a schedule that the script itself applied, and keeps it", name)
+            self.models.append(SwitchedOn(name, True, own.report, own.history))
 
     def _is_text_encoder(self, model: Module) -> bool:
         """Whether it is a transformers model that no family is about."""
         return isinstance(model, PreTrainedModel) and not self.registry.for_class(type(model))
 
-    def remove(self) -> None:
-        """Take the schedules off again where the models are still there."""
-        for model in list(self._known):
-            remove(model)
+    def _is_about(self, model: Module) -> bool:
+        """Whether the config is about ``model``: its family is the one that the config names."""
+        name = self.settings.trainer.model_family
+        found = self.registry.for_class(type(model), name)
+        return found is not None and (not name or found in self.registry.named(name))
+
+    def _refuse_parts(self, model: Module) -> None:
+        """Enabling a part of a model takes the part's checkpoint function out of its schedule."""
+        for whole in self._known:
+            if whole is not model and any(part is model for part in whole.modules()):
+                raise UnsupportedModel(
+                    f"{type(model).__name__} is a part of a {type(whole).__name__} that has a "
+                    "schedule already"
+                )
 
     def shortfall(self) -> tuple[str, str] | None:
-        """Why nothing that the config asks for took effect, and the rule of it, if nothing did."""
-        if not self.settings.checkpointing.enabled:
+        """Why nothing that the config asks for took effect, if so: a rule, and the sentence."""
+        config = self.settings.checkpointing
+        if not config.enabled:
             return None
         if not self.models:
             return (
                 "never-enabled",
-                "the script never enabled gradient checkpointing, so nothing was recomputed; does "
-                "it want a switch of its own, such as --gradient_checkpointing?",
+                "no model was switched on by its own enable_gradient_checkpointing() or "
+                "gradient_checkpointing_enable(), so there is no schedule; does the script want a "
+                "switch such as --gradient_checkpointing? Models of other libraries need apply()",
             )
-        installed = [model for model in self.models if model.report]
+        asked = [model for model in self.models if model.as_asked]
+        installed = [model for model in asked if model.report]
+        if not asked and config == CheckpointingConfig():
+            installed = self.models
         if not installed:
-            return "no-schedule", "no model of the script could be given the schedule"
-        if any(_took_effect(model) for model in installed):
+            return (
+                "no-schedule",
+                "no model has the schedule of the config"
+                + ("" if asked else "; --text-encoders gives it to models of transformers"),
+            )
+        if any(model.took_effect for model in installed):
             return None
         if not any(model.history and model.history.trained for model in installed):
             return "never-trained", "no training forward ran with checkpointing switched on"
         return "nothing-recomputed", "nothing was recomputed in any training forward"
-
-    def lines(self) -> list[str]:
-        """What ran, model by model."""
-        out = []
-        for model in self.models:
-            strategy = model.report.strategy if model.report else "no schedule"
-            told = [model.refused or "not observed: the class carries it out itself"]
-            if model.history:
-                told = model.history.lines()
-            out.append(f"{model.name}, {strategy}: {told[0]}")
-            out += [f"  {line}" for line in told[1:]]
-        return out
-
-
-def _took_effect(model: Scheduled) -> bool:
-    if model.history is None:  # a class with its own setters
-        return model.report is not None and model.report.strategy == "native"
-    return model.history.recomputed or model.history.compiled
 
 
 @contextmanager
@@ -132,11 +183,12 @@ def scheduled(
 
     diffusers models, and transformers models that a family describes, have the config's keys.
     Other transformers models, such as text encoders, recompute every block by itself, unless
-    ``text_encoders``. Where ``apply`` raises ``ConfigError``, so does the call that enables.
+    ``text_encoders``. A model that cannot have its schedule is left to its own library; when it is
+    the one that the config is about, the call that enables it raises ``Refused``.
     """
     launched = Launched(settings, registry, text_encoders)
     before = {
-        (owner, name): owner.__dict__[name] for owner, name in DOORS if name in owner.__dict__
+        (owner, name): owner.__dict__[name] for owner, name in ENABLERS if name in owner.__dict__
     }
     try:
         for (owner, name), method in before.items():
@@ -145,7 +197,6 @@ def scheduled(
     finally:
         for (owner, name), method in before.items():
             setattr(owner, name, method)
-        launched.remove()
 
 
 def _installing(enable: Callable[..., None], launched: Launched) -> Callable[..., None]:
@@ -154,6 +205,11 @@ def _installing(enable: Callable[..., None], launched: Launched) -> Callable[...
     @wraps(enable)
     def enable_and_install(model: Module, *args: Any, **kwargs: Any) -> None:
         enable(model, *args, **kwargs)
-        launched.install(model)
+        logger.disabled = False  # a script's own logging may disable what it does not name
+        doors = [given for given in (*args, *kwargs.values()) if isinstance(given, Door)]
+        if doors:  # apply() is at work
+            launched.note(model, doors[0])
+        else:
+            launched.install(model)
 
     return enable_and_install

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from .config_schema import CheckpointingConfig
+from .config_schema import OWN_KEYS, CheckpointingConfig
 from .family import Family
 from .native_facts import differences, native_report
 from .report import Report
@@ -30,7 +30,6 @@ SETTERS = {
         "set_gradient_checkpointing_offload_attention",
     ),
 }
-OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_last": "keep_last"}
 
 # What a trainer sets for its whole process, and not on a model.
 PROCESS_KEYS = {

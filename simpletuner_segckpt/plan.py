@@ -20,7 +20,6 @@ from .estimate import (
     add_workload_options,
     describe,
     overrides_of,
-    print_findings,
     usable,
 )
 from .estimator.cards import Card, card, cards
@@ -31,7 +30,7 @@ from .estimator.workload import Workload
 from .output import command, refuse
 from .registry import FamilyRegistry
 from .settings import ConfigSource, load_settings
-from .validate import printable
+from .validate import print_findings, printable
 
 if TYPE_CHECKING:  # it imports torch
     from .estimator.searching import Found

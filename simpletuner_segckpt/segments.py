@@ -288,6 +288,7 @@ class UnitsRun(StackRun):
 
     def __init__(self, schedule: Schedule, covered: Runner, interval: int, stride: int):
         super().__init__(Stack(UNITS, schedule, (), covered), "units are handed over one by one")
+        self.strategy = "per-block" if interval else "off"
         self.interval = interval
         self.stride = stride
 

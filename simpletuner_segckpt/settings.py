@@ -62,7 +62,7 @@ def load_settings(source: ConfigSource) -> Settings:
     if isinstance(source, Settings):
         return source
     if isinstance(source, CheckpointingConfig):
-        source = source.model_dump(by_alias=True)
+        source = {PREFIX: source.enabled} | source.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(source, argparse.Namespace):
         file = ConfigFile(values={k: v for k, v in vars(source).items() if v is not None})
     elif isinstance(source, Mapping):
@@ -187,7 +187,7 @@ def _validated(
 
 def _is_off(values: Mapping[str, Any]) -> bool:
     try:
-        return switch()(values.get("gradient_checkpointing")) is False
+        return switch()(values.get(PREFIX)) is False
     except PydanticCustomError:
         return False
 
@@ -206,7 +206,7 @@ def _warn(
     if not config.enabled:
         named = {finding.key for finding in findings}
         for key in given:
-            if key != "gradient_checkpointing" and file.called(written(file, key)) not in named:
+            if key != PREFIX and file.called(written(file, key)) not in named:
                 warn("no-effect", key, "has no effect, since gradient_checkpointing is off")
         return
     stride = "gradient_checkpointing_segment_stride"

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config_schema import word
+from .config_schema import OWN_KEYS, word
 from .configfile import ConfigFile, read_config_file
-from .envfile import OWN
-from .errors import FamilyError, UnknownFamily
+from .errors import ConfigError, FamilyError, UnknownFamily
 from .family import Family
 from .findings import RULES, Finding
 from .native_facts import differences, native_problems, native_report
@@ -69,9 +68,11 @@ def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Rep
         report, findings = engine_plan(settings, family, report)
         return report, [found, *findings]
     findings = list(native_problems(settings, family, f"SimpleTuner's {family.title}", report))
-    for key in OWN:
+    told = {finding.key for finding in settings.findings}
+    for key in OWN_KEYS:
         name = written(settings.file, key)
-        if name in settings.file.values and not settings.file.called(name).isupper():
+        as_option = name in settings.file.values and settings.file.called(name) == name
+        if as_option and name not in told:
             message = "is an option that SimpleTuner does not know and refuses; leave it out"
             findings.append(settings.finding("unsupported-option", message, key))
     remarks = tuple(differences(settings.checkpointing, family.native))
@@ -307,6 +308,13 @@ def printable(text: str) -> str:
 
 
 PRINTERS = {"text": print_text, "json": print_json, "github": print_github}
+
+
+def print_findings(config: str, error: ConfigError, form: str = "text") -> int:
+    """Print what is wrong with a config as ``validate`` does; the exit code."""
+    checked = Checked(config, list(error.findings))
+    PRINTERS[form]([checked])
+    return checked.exit_code
 
 
 def parser() -> argparse.ArgumentParser:

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import WithDoor, toy
-from training import add_lora, keys, model_and_inputs
+from training import add_lora, keys, model_and_inputs, warned
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
@@ -123,7 +123,7 @@ def heard():
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.addFilter(lambda record: "stacks are found by probing" not in record.getMessage())
-    handler.emit = lambda record: messages.append(record.getMessage())
+    handler.emit = lambda record: messages.extend(warned([record]))
     logger = logging.getLogger("simpletuner_segckpt")
     logger.addHandler(handler)
     try:

@@ -347,8 +347,8 @@ def test_the_math_kernel_is_recomputed_and_that_is_said_once(caplog):
             assert step(model, inputs) == expected
     assert not installation.effect["blocks"].kept
     assert [record.message for record in caplog.records] == [
-        "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
-        "attention without dropout, which alone can be kept"
+        "SEG607 blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no "
+        "fused attention without dropout, which alone can be kept"
     ]
 
 
@@ -359,7 +359,8 @@ def test_units_that_can_keep_nothing(caplog):
         for _ in range(2):
             step(model, inputs)
     assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("units: keep: nothing of attention is kept in")
+    said = caplog.records[0].message
+    assert said.startswith("SEG607 units: keep: nothing of attention is kept in")
     simpletuner_segckpt.remove(model)
     caplog.clear()
     installation = simpletuner_segckpt.apply(model, {KEEP: "attention"}, family="sd1x")
@@ -611,9 +612,9 @@ def test_what_is_said_of_blocks_that_differ(caplog):
         step(model, inputs)
     said = [r.message for r in caplog.records if r.name == "simpletuner_segckpt"]
     assert said == [
-        "blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no fused "
-        "attention without dropout, which alone can be kept",
-        "blocks: keep: nothing of ffn is kept in blocks 0 2: they ran no projection of a "
+        "SEG607 blocks: keep: nothing of attention is kept in blocks 0 1 2 3 4: they ran no "
+        "fused attention without dropout, which alone can be kept",
+        "SEG607 blocks: keep: nothing of ffn is kept in blocks 0 2: they ran no projection of a "
         "feed-forward that comes down from a greater width, or one of quantised weights by an "
         "operator of another library",
     ]
@@ -828,8 +829,8 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
     assert installation.effect["blocks"].kept == {"attention": 10}
     ours = (r.message for r in caplog.records if r.name == "simpletuner_segckpt")
     assert list(ours) == [
-        "blocks: keep: nothing of ffn is kept in blocks 0 1 2 3 4: compiled blocks hide their "
-        "operators"
+        "SEG607 blocks: keep: nothing of ffn is kept in blocks 0 1 2 3 4: compiled blocks hide "
+        "their operators"
     ]
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import re
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from peft import LoraConfig
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from toys import WIDTH, Doorless, WithDoor, toy
-from training import keys, model_and_inputs
+from training import keys, model_and_inputs, warned
 
 import simpletuner_segckpt
 from simpletuner_segckpt import compiled as compiled_code
@@ -41,12 +40,7 @@ def said(caplog):
     """What the package warned of, but that nobody described the toys."""
 
     def messages():
-        warned = (
-            re.sub(r"^SEG\d+ ", "", record.message)
-            for record in caplog.records
-            if record.name == "simpletuner_segckpt" and record.levelname == "WARNING"
-        )
-        return [message for message in warned if not message.startswith("no family")]
+        return [text for text in warned(caplog.records) if not text.startswith("no family")]
 
     return messages
 

@@ -14,7 +14,7 @@ from distributed_cases import STACKS
 from filelock import FileLock
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toys import WithDoor, toy
-from training import keys, model_and_inputs
+from training import keys, model_and_inputs, warned
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
@@ -198,7 +198,7 @@ def test_versions_of_torch_whose_recompute_leaves_out_the_cast(ranks):
 
 def test_sharding_twice_is_refused(ranks):
     for record in ranks("sharded twice"):
-        assert record["refused"] == "FSDPWithDoor is sharded already; shard it once only"
+        assert record["refused"] == "SEG501 FSDPWithDoor is sharded already; shard it once only"
 
 
 @pytest.mark.parametrize("order", ["apply, shard", "shard, apply", "apply, step, shard"])
@@ -318,9 +318,7 @@ def test_blocks_that_recompute_themselves_are_left_to_it(name, order, caplog):
             STACKS[name], (last,)
         )
     blocks = " ".join(map(str, range(last)))
-    said = [
-        r.message for r in caplog.records if f"blocks {blocks} recompute themselves" in r.message
-    ]
+    said = [t for t in warned(caplog.records) if f"blocks {blocks} recompute themselves" in t]
     assert [message.split(":")[0] for message in said] == list(STACKS[name])
     installation.remove()
     assert observed(name, model, inputs)[0] == expected

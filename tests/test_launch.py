@@ -14,8 +14,8 @@ import torch.utils.checkpoint
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from simpletuner_segckpt import launch
-from simpletuner_segckpt.launching import DOORS
+from simpletuner_segckpt import ConfigError, launch
+from simpletuner_segckpt.launching import ENABLERS
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/launch/train_lora.py"
@@ -24,15 +24,16 @@ OPTIONS = ("--gradient_checkpointing", "--max_train_steps", "4")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """No patch outlives a run."""
-    methods = [owner.__dict__[name] for owner, name in DOORS]
-    argv, path, handlers = sys.argv, sys.path, list(logging.getLogger().handlers)
-    before = list(argv), list(path)
+def nothing_is_left(monkeypatch):
+    """No patch outlives a run. What a script is to find until the process ends is put back here."""
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(logging.getLogger("simpletuner_segckpt"), "disabled", False)
+    methods = [owner.__dict__[name] for owner, name in ENABLERS]
+    handlers = list(logging.getLogger().handlers)
     yield
-    assert [owner.__dict__[name] for owner, name in DOORS] == methods
-    assert (sys.argv, sys.path) == (argv, path)
-    assert (list(argv), list(path)) == before
+    assert [owner.__dict__[name] for owner, name in ENABLERS] == methods
     log = logging.getLogger("simpletuner_segckpt")
     assert (log.handlers, log.level, log.propagate) == ([], logging.NOTSET, True)
     assert logging.getLogger().handlers == handlers
@@ -115,7 +116,7 @@ def test_a_script_trains_the_same_adapter(tmp_path, monkeypatch, capfd, options)
     arguments = [*OPTIONS, *options]
     AcceleratorState._reset_state(True)
     plain = tmp_path / "plain"
-    launch._run(str(SCRIPT), [*arguments, "--output_dir", str(plain)], module=False)
+    launch._script(str(SCRIPT), [*arguments, "--output_dir", str(plain)])()
     plain_calls = len(calls)
     assert plain_calls
     calls.clear()
@@ -128,7 +129,7 @@ def test_a_script_trains_the_same_adapter(tmp_path, monkeypatch, capfd, options)
     accumulated = 2 if "--gradient_accumulation_steps" in options else 1
     forwards = 4 * accumulated
     # Two validations of two steps each, in which nothing is a checkpoint call.
-    assert f"FluxTransformer2DModel, segmented: {forwards} training forwards, 4 without" in said
+    assert f"FluxTransformer2DModel, forwards: {forwards} training, 4 without gradients" in said
     first = "per-block in 1 (first forward of this shape of call)"
     assert f"transformer_blocks: segmented in {forwards - 1}, {first}" in said
     for drawn in ("  [0 1] 2 3 [4]\n", "  [0 1] 2 3 [4 5]\n"):
@@ -162,25 +163,26 @@ def test_two_processes(tmp_path):
     module = ["-m", "simpletuner_segckpt.launch", "--config", str(CONFIG), "--text-encoders"]
     ended = torchrun(*module, str(SCRIPT), *options, str(tmp_path / "launched"))
     assert_same(adapters(tmp_path / "launched"), adapters(tmp_path / "plain"))
-    assert (
-        ended.stderr.count("FluxTransformer2DModel, segmented: 4 training forwards, 4 without") == 1
-    )
-    assert ended.stderr.count("CLIPTextModel, segmented: 4 training forwards, 2 without") == 1
-    assert ended.stderr.count("encoder.layers: segmented in 3") == 1
+    for line in (
+        "FluxTransformer2DModel, forwards: 4 training, 4 without gradients",
+        "CLIPTextModel, forwards: 4 training, 2 without gradients",
+        "encoder.layers: segmented in 3",
+    ):
+        assert ended.stderr.count(line) == 1
 
 
 def test_a_script_that_never_enables_checkpointing(run):
     code, said = run(MODEL + "train(Model())")
     assert code == 1
-    assert "the script never enabled gradient checkpointing" in said.err
+    assert "SEG701 no model was switched on" in said.err
     assert "--gradient_checkpointing?" in said.err
 
 
 def test_a_script_whose_models_never_train(run):
     code, said = run(MODEL + "Model().enable_gradient_checkpointing()")
     assert code == 1
-    assert "Model, segmented: 0 training forwards\n" in said.err
-    assert "no training forward ran with checkpointing switched on" in said.err
+    assert "Model, forwards: none observed\n" in said.err
+    assert "SEG702 no training forward ran with checkpointing switched on" in said.err
 
 
 def test_nothing_that_needs_gradients_is_recomputed(run):
@@ -195,7 +197,7 @@ def test_off_is_nothing_to_complain_of(run):
     text = MODEL + "it = Model(); it.enable_gradient_checkpointing(); train(it)"
     code, said = run(text, {"gradient_checkpointing": False})
     assert code == 0
-    assert "Model, off: 0 training forwards, 3 with checkpointing switched off" in said.err
+    assert "Model, forwards: 3 with checkpointing switched off" in said.err
     assert run("", {"gradient_checkpointing": False})[0] == 0
 
 
@@ -214,8 +216,8 @@ def test_disable_and_enable_and_a_function_of_the_scripts_own(run):
     code, said = run(MODEL + textwrap.dedent(text))
     assert code == 0
     assert "is replaced by the schedule" in said.err
-    counts = "6 training forwards, 1 without gradients, 1 with checkpointing switched off"
-    assert f"Model, segmented: {counts}" in said.err
+    counts = "6 training, 1 without gradients, 1 with checkpointing switched off"
+    assert f"Model, forwards: {counts}" in said.err
     assert "blocks: segmented in 5, per-block in 1" in said.err
 
 
@@ -233,7 +235,7 @@ def test_models_are_not_kept_alive(run):
     """
     code, said = run(MODEL + textwrap.dedent(text))
     assert code == 0
-    assert "Model, segmented: 3 training forwards" in said.err
+    assert "Model, forwards: 3 training\n" in said.err
 
 
 def test_a_model_without_blocks_is_left_to_its_library(run):
@@ -250,15 +252,25 @@ def test_a_model_without_blocks_is_left_to_its_library(run):
     assert code == 1
     assert "Plain has no nn.ModuleList of two or more blocks" in said.err
     assert "it is left to its own library's checkpointing" in said.err
-    assert "no model of the script could be given the schedule" in said.err
+    assert "SEG704 no model has the schedule of the config" in said.err
 
 
 def test_a_schedule_that_a_model_cannot_have_ends_the_run(run):
-    text = MODEL + "Model().enable_gradient_checkpointing(); print('went on')"
-    code, said = run(text, {"gradient_checkpointing_backend": "torch-ffn"})
+    """Where it is the one that the config is about, as the first in this script is not."""
+    text = """
+    from training import model_and_inputs
+    Model().enable_gradient_checkpointing()
+    print("went on")
+    model_and_inputs("prx")[0].enable_gradient_checkpointing()
+    print("went further")
+    """
+    code, said = run(MODEL + textwrap.dedent(text), {"gradient_checkpointing_backend": "torch-ffn"})
     assert code == 1
+    assert "SEG704 Model:" in said.err
+    assert "left to its own library's checkpointing" in said.err
     assert "`gradient_checkpointing_backend` is torch-ffn" in said.out
-    assert "went on" not in said.out
+    assert "went on" in said.out
+    assert "went further" not in said.out
 
 
 @pytest.mark.parametrize(
@@ -305,6 +317,7 @@ def test_a_script_sees_what_it_would_see_alone(run, tmp_path):
     _, said = run(text, None, arguments=["--config", "its own", "-m"])
     expected = ["__main__", script, [str(script), "--config", "its own", "-m"], tmp_path, True]
     assert said.out.splitlines() == [" ".join(map(str, expected))]
+    assert sys.modules["__main__"].__file__ == str(script)  # also for what runs at exit
 
 
 def test_a_module(tmp_path, capfd, monkeypatch):
@@ -313,3 +326,140 @@ def test_a_module(tmp_path, capfd, monkeypatch):
     (tmp_path / "trainer/__main__.py").write_text("import sys; print(__package__, sys.argv[1:])")
     assert launch.main(["--config", str(CONFIG), "-m", "trainer", "--steps", "2"]) == 1
     assert capfd.readouterr().out == "trainer ['--steps', '2']\n"
+    assert launch.main(["--config", str(CONFIG), "-m", "trainer.nowhere"]) == 2
+    assert "there is no module trainer.nowhere" in capfd.readouterr().err
+
+
+def test_a_script_by_a_relative_path(tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("import os, sys; os.chdir('/'); print(__file__, sys.argv[0])")
+    launch.main(["--config", str(CONFIG), "script.py"])
+    assert capfd.readouterr().out == f"{tmp_path / 'script.py'} script.py\n"
+
+
+def test_logging_that_disables_what_it_does_not_name(run):
+    text = """
+    import logging.config
+    logging.config.dictConfig({"version": 1})
+    it = Model()
+    it.enable_gradient_checkpointing()
+    train(it)
+    logging.config.dictConfig({"version": 1})
+    """
+    code, said = run(MODEL + textwrap.dedent(text))
+    assert code == 0
+    assert "segckpt: first training forward of Model" in said.err
+    assert "Model, forwards: 3 training" in said.err
+    code, said = run("import logging.config; logging.config.dictConfig({'version': 1})")
+    assert code == 1
+    assert "SEG701" in said.err
+
+
+@pytest.mark.parametrize("enables", ["never", "before", "after"])
+def test_a_script_that_applies_a_schedule_of_its_own(run, enables):
+    enable = "it.enable_gradient_checkpointing()"
+    text = f"""
+    import simpletuner_segckpt
+    it = Model()
+    {enable if enables == "before" else ""}
+    own = simpletuner_segckpt.apply(it, {{"gradient_checkpointing_interval": 3}})
+    {enable if enables == "after" else ""}
+    train(it)
+    assert [len(segment) for segment in own.effect["blocks"].segments] == [3, 3]
+    """
+    code, said = run(MODEL + textwrap.dedent(text))
+    assert code == 0
+    assert said.err.count("the script itself applied, and keeps it") == 1
+    assert "    [0 1 2] [3 4 5]" in said.err
+
+
+def test_an_error_of_the_scripts_own_is_its_own(run):
+    with pytest.raises(ConfigError):
+        run(
+            MODEL + "from simpletuner_segckpt import apply; apply(Model(), {'--config': 1,"
+            "'gradient_checkpointing_interval': 0})"
+        )
+
+
+def test_a_copy_is_what_trains(run):
+    text = "it = Model(); it.enable_gradient_checkpointing(); train(copy.deepcopy(it))"
+    code, said = run(MODEL + text)
+    assert code == 0
+    assert "Model, forwards: 3 training" in said.err
+
+
+def test_blocks_that_are_only_reached_past_the_forward(run):
+    text = """
+    it = Model()
+    it.enable_gradient_checkpointing()
+    it.forward(**inputs).sum().backward()
+    """
+    code, said = run(MODEL + textwrap.dedent(text))
+    assert code == 0
+    assert "past the model's forward: 6 blocks, per-block" in said.err
+
+
+@pytest.mark.parametrize("first", ["inner", "outer"])
+def test_a_model_inside_another_one(run, first):
+    text = f"""
+    class Outer(Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = Model()
+
+        def forward(self, hidden_states, temb):
+            return self.inner(super().forward(hidden_states, temb), temb)
+
+    it = Outer()
+    for model in {"it.inner, it" if first == "inner" else "it, it.inner"}:
+        model.enable_gradient_checkpointing()
+    train(it)
+    """
+    code, said = run(MODEL + textwrap.dedent(text))
+    assert code == 0
+    assert said.err.count("SEG501") == 2  # at once, and in the end
+    assert "has a schedule already" in said.err
+
+
+TEXT_ENCODER = """
+from transformers import CLIPTextConfig, CLIPTextModel
+config = CLIPTextConfig(
+    vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2
+)
+encoder = CLIPTextModel(config).train()
+encoder.activation_checkpointing_enable()
+import torch
+tokens = torch.zeros(1, 4, dtype=torch.long)
+for _ in range(2):
+    encoder(tokens).last_hidden_state.sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "code", "drawn"),
+    [
+        ({}, (), 1, "[0] [1] [2] [3]"),
+        ({}, ("--text-encoders",), 0, "[0 1] [2 3]"),
+        ({"gradient_checkpointing_interval": None}, (), 0, "[0] [1] [2] [3]"),
+        ({"gradient_checkpointing": False}, (), 0, None),
+        ({"fsdp_enable": True, "fsdp_activation_checkpointing": True}, (), 1, None),
+    ],
+)
+def test_a_text_encoder_alone(run, config, options, code, drawn):
+    ended, said = run(TEXT_ENCODER, config, *options)
+    assert ended == code
+    assert said.err.count("is no diffusion model") == (
+        "--text-encoders" not in options and config.get("gradient_checkpointing", True)
+    )
+    assert "SEG304" not in said.err
+    if drawn:
+        assert f"segckpt:     {drawn}\n" in said.err
+    else:
+        assert "CLIPTextModel, forwards: 2 with checkpointing switched off" in said.err
+    assert ("SEG704" in said.err) == bool(code)
+
+
+def test_only_the_first_process_decides(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    code, said = run("")
+    assert (code, said.err) == (0, "")

@@ -225,7 +225,7 @@ def test_a_failed_pin_falls_back_and_is_said_once(caplog):
     taken = [pool.take(100) for _ in range(4)]
     assert [buffer.pinned for buffer in taken] == [True, True, False, False]
     assert [record.message for record in caplog.records] == [
-        "no pinned memory, offloading to pageable memory: cannot lock so much memory"
+        "SEG611 no pinned memory, offloading to pageable memory: cannot lock so much memory"
     ]
     for buffer in taken:
         pool.give(buffer)
@@ -360,18 +360,19 @@ def test_an_exception_leaves_nothing(accelerator, where):
     def fail(*_):
         raise ArithmeticError("in the middle")
 
-    handle = None
     if where == "forward":
-        handle = model.blocks[3].attn1.to_out[0].register_forward_hook(fail)
+        failing = model.blocks[3].attn1.to_out[0]
+        failing.forward = fail
         with pytest.raises(ArithmeticError):
             model(**inputs)
     else:
         loss = loss_of(model(**inputs))
-        handle = model.blocks[1].ffn.register_forward_pre_hook(fail)  # met again by the recompute
+        failing = model.blocks[1].ffn
+        failing.forward = fail  # which the recompute meets
         with pytest.raises(ArithmeticError):
             loss.backward()
         del loss
-    handle.remove()
+    del failing.forward
     gc.collect()
     assert not in_cpu_memory()
     assert step(model, inputs) == expected
@@ -416,9 +417,10 @@ def test_a_model_that_is_not_on_the_accelerator(accelerator, caplog):
     simpletuner_segckpt.apply(model, {BACKEND: "unsloth", **keys(1, 2), **OFFLOAD})
     step(model, inputs)
     assert [record.message for record in caplog.records] == [
-        "blocks: nothing of attention is in CPU memory, blocks 1 3: it saved nothing that can be "
+        "SEG607 blocks: nothing of attention is in CPU memory, blocks 1 3: it saved nothing that "
+        "can be moved",
+        "SEG607 blocks: nothing that enters a checkpoint call is in CPU memory: none of it can be "
         "moved",
-        "blocks: nothing that enters a checkpoint call is in CPU memory: none of it can be moved",
     ]
 
 
@@ -433,8 +435,8 @@ def test_what_attention_saves_is_told_from_what_feed_forwards_are_given(accelera
     first = installation.effect["blocks"].spans[0].tally
     assert first.offloaded == {"inputs": 1}
     assert [record.message for record in caplog.records] == [
-        "blocks: nothing of attention is in CPU memory, blocks 0: it saved nothing that can be "
-        "moved"
+        "SEG607 blocks: nothing of attention is in CPU memory, blocks 0: it saved nothing that "
+        "can be moved"
     ]
 
 

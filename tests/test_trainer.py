@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from training import keys
+from training import keys, warned
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import simpletuner_segckpt
@@ -84,7 +84,7 @@ def test_the_adapter_is_the_same(told, reference, tmp_path, caplog):
     assert layers.drawing == "[0 1] 2 3 [4 5]"
     history = installation.history
     assert (history.trained, history.without_gradients) == (2 * STEPS, STEPS)
-    ours = [r.message for r in caplog.records if r.name == "simpletuner_segckpt"]
+    ours = warned(caplog.records)
     assert len(ours) == (told == "told how")
     assert all("some of the model's layers only (every_n_layers?)" in message for message in ours)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
-from training import keys, model_and_inputs
+from training import keys, model_and_inputs, warned
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -153,14 +153,8 @@ def drawn(installation):
     return [stack.drawing for stack in installation.effect.stacks if stack.spans]
 
 
-def warnings(caplog):
-    """What this package warned of."""
-    ours = [record for record in caplog.records if record.name == "simpletuner_segckpt"]
-    return [record.message for record in ours if record.levelname == "WARNING"]
-
-
 def said(caplog, words):
-    return sum(words in message for message in warnings(caplog))
+    return sum(words in message for message in warned(caplog.records))
 
 
 ALONE = "[0] [1] [2] [3] [4] [5]"
@@ -325,7 +319,7 @@ def test_no_cache_is_made(name, asked, caplog):
         assert step(model, inputs) == expected
     assert set(drawn(installation)) == {PAIRS}
     assert model(**inputs).past_key_values is None
-    assert [message for message in warnings(caplog) if "visual" not in message] == [
+    assert [message for message in warned(caplog.records) if "visual" not in message] == [
         "use_cache is off while gradient checkpointing trains: recompute would fill it again"
     ]
     with torch.no_grad():
@@ -369,7 +363,7 @@ def test_a_cache_that_is_given_is_filled_once(cache, training, implementation, c
         for _ in range(2):
             assert step(model, {"argument": argument}, run=run) == expected
             assert drawn(installation) == ["0 1 2 3 4 5"]
-    assert [message.partition(": ")[2] for message in warnings(caplog)] == [
+    assert [message.partition(": ")[2] for message in warned(caplog.records)] == [
         "past_key_values: blocks that are given a KV cache run without being recomputed",
         "cache: blocks that are given a KV cache run without being recomputed",
     ]
@@ -590,5 +584,5 @@ def test_what_is_said_of_a_class_that_no_file_describes(caplog):
     caplog.set_level(logging.INFO, logger="simpletuner_segckpt")
     for name in ("llama", "clip"):
         simpletuner_segckpt.apply(make(name)[0], keys(2))
-    assert not warnings(caplog)
+    assert not warned(caplog.records)
     assert caplog.text.count("is made of layers of transformers, which are its stacks") == 2

@@ -1,5 +1,8 @@
 """What the tests share: tiny real models to train."""
 
+import logging
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,3 +54,10 @@ def keys(interval: int = 1, stride: int | None = None, keep_last: int = 0) -> di
         "gradient_checkpointing_segment_stride": stride,
         "gradient_checkpointing_keep_last": keep_last,
     }
+
+
+def warned(records: Iterable[logging.LogRecord]) -> list[str]:
+    """What the package warned of, without the codes."""
+    ours = (record for record in records if record.name == "simpletuner_segckpt")
+    texts = [record.getMessage() for record in ours if record.levelno == logging.WARNING]
+    return [re.sub(r"^SEG\d+ ", "", text) for text in texts]
