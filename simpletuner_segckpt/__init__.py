@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .errors import (
         ConfigError,
         FamilyError,
+        RecomputeError,
         SegckptError,
         SegmentBroken,
         UnknownFamily,
@@ -35,6 +36,7 @@ _HOMES = {
     "FamilyError": "errors",
     "FamilyRegistry": "registry",
     "Installation": "install",
+    "RecomputeError": "errors",
     "SegckptError": "errors",
     "SegmentBroken": "errors",
     "UnknownFamily": "errors",
@@ -57,6 +59,7 @@ __all__ = [
     "FamilyError",
     "FamilyRegistry",
     "Installation",
+    "RecomputeError",
     "SegckptError",
     "SegmentBroken",
     "UnknownFamily",

@@ -47,6 +47,12 @@ class SegmentBroken(SegckptError, RuntimeError):
     rule = "segment-broken"
 
 
+class RecomputeError(SegckptError, RuntimeError):
+    """A block cannot be recomputed as its forward was. Raised in backward."""
+
+    rule = "recompute-differs"
+
+
 class UnsupportedModel(SegckptError, TypeError):
     """The model has no stack of blocks that could be scheduled, or hooks that cannot work with it.
 

@@ -34,6 +34,7 @@ from .links import (
     within,
 )
 from .segments import Boundary, Proof, Stack, StackRun, run_segment
+from .stacks import all_modules
 
 
 @dataclass(slots=True)
@@ -204,7 +205,8 @@ class RecordingRun(StackRun):
         blocks = self.stack.blocks[segment.start : segment.stop]
         # The schedule was cut wherever a boundary is no link.
         links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
-        buffers = [(b, b.clone()) for block in blocks for b in block.buffers()]
+        held = [(m, dict(m._buffers)) for m in all_modules(blocks) if m._buffers]
+        buffers = [(b, b.clone()) for _, own in held for b in own.values() if b is not None]
         now = random_states()
         set_random_states(states)
         try:
@@ -215,9 +217,12 @@ class RecordingRun(StackRun):
             return f"raise {type(error).__name__}"
         finally:
             set_random_states(now)
+            for module, own in held:
+                module._buffers.update(own)
             with torch.no_grad():
                 for buffer, value in buffers:
-                    buffer.copy_(value)
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
         leaves, recorded = map(pytree.tree_leaves, (result, self._results[segment[-1]]))
         same = len(leaves) == len(recorded) and all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b

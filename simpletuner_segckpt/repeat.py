@@ -5,35 +5,52 @@ the time of one forward (aLoRA, a batch of several adapters), diffusers scales L
 forward, trainers switch adapters or freeze parameters before backward has run, and normalisations
 write their buffers each time they are called. A recompute that ran with what is there *then* would
 be of another function: wrong gradients, or saved tensors that do not match. So what is there when
-a call begins is noted, put back while the call is repeated, and taken away again.
+a call begins is noted, put back while the call is repeated, and taken away again. The values of
+weights are not: whoever changes them between a forward and its backward gets what torch's own
+checkpointing gets. Nor are Python attributes that a forward counts or collects in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleDict, Parameter
 from torch.nn.modules.batchnorm import _NormBase
 
+from .errors import RecomputeError
+from .gates import FLAG
 from .hooks import helps_recompute
 from .links import version
 from .messages import Messages
 from .stacks import all_modules
 
+# Attributes of a module that decide what it computes; trainers and libraries change them on whole
+# models. Others may be the books of an engine (DeepSpeed counts on modules), so they stay.
+_ATTRIBUTES = (
+    "training",
+    FLAG,  # some attentions of transformers ask it
+    "forward",  # patched
+    "processor",  # of an attention of diffusers
+    "_hf_hook",  # of accelerate
+    "_disable_adapters",
+    "_active_adapter",
+)
+_PRE_HOOKS = "_forward_pre_hooks"
 _HOOKS = (
-    "_forward_pre_hooks",
+    _PRE_HOOKS,
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-# What says which of a PEFT layer's adapters run, and how strongly.
-_ADAPTERS = ("_disable_adapters", "_active_adapter", "scaling")
-# Like ``training``, a switch of whole models that some attentions of transformers ask about.
-_CHECKPOINTING = "gradient_checkpointing"
-Switch = bool | None  # None: the module has none
+_ADAPTER = "_disable_adapters"  # what PEFT's layers have
+_APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see below
+
+State = dict[str, Any]  # the attributes of a module, past Module.__getattr__
 
 # Elements of a buffer that is copied before each call, should the call write to it. Larger ones
 # are weights (quantised, packed), which no forward writes.
@@ -41,38 +58,57 @@ COPIED = 2**20
 
 _messages = Messages()
 
+# Buffers that a module was seen to write past their version, by name (through `.data`, say).
+_written_unseen: WeakKeyDictionary[Module, dict[str, bool]] = WeakKeyDictionary()
+
 
 @dataclass(slots=True)
 class _Buffer:
     module: Module
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     version: int
     copy: torch.Tensor | None
 
     @property
     def written(self) -> bool:
+        if self.module._buffers.get(self.name) is not self.tensor:
+            return True
         # The kernels of batch normalisation write their statistics past the version.
-        return version(self.tensor) != self.version or isinstance(self.module, _NormBase)
+        seen = version(self.tensor) != self.version or isinstance(self.module, _NormBase)
+        return seen or self._written_unseen()
+
+    def _written_unseen(self) -> bool:
+        """Compared once for each buffer, since on an accelerator that waits for it."""
+        if type(self.tensor) is not torch.Tensor or self.copy is None or self.tensor.is_meta:
+            return False
+        known = _written_unseen.setdefault(self.module, {})
+        if self.name not in known:
+            known[self.name] = not torch.equal(self.tensor, self.copy)
+        return known[self.name]
 
 
 @dataclass(slots=True)
 class _Noted:
     """What modules, and those inside them, had at one time.
 
-    Hooks of modules that have any; whether each parameter was trained; buffers; the state of
-    adapter layers; of every module, with its attributes, the two switches that a trainer may turn.
+    modules: of each its attributes, and its hooks for the forward where it has any.
+    dicts: copies of what PEFT's layers hold by adapter. merged: the adapters in their weights.
+    trained: whether each parameter was.
     """
 
-    modules: list[tuple[Module, dict[str, Any], Switch, Switch]] = field(default_factory=list)
-    hooks: dict[Module, dict[str, dict[int, Any]]] = field(default_factory=dict)
+    modules: list[tuple[State, tuple[Any, ...], State | None]] = field(default_factory=list)
+    dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
+    merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
     trained: list[tuple[Parameter, bool]] = field(default_factory=list)
     buffers: list[_Buffer] = field(default_factory=list)
-    adapters: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
 
 
 class Repeatable:
-    """Calls ``function``, and from the second time on with ``modules`` as they were the first."""
+    """Calls ``function``, and from the second time on with ``modules`` as they were the first.
+
+    Raises ``RecomputeError`` where that cannot be.
+    """
 
     def __init__(self, modules: Sequence[Module], function: Callable[..., Any]):
         self.modules = modules
@@ -87,7 +123,7 @@ class Repeatable:
         result = self.function(*args, **kwargs)
         noted.buffers = [buffer for buffer in noted.buffers if buffer.written]
         for buffer in noted.buffers:
-            if buffer.copy is None:
+            if buffer.copy is None and buffer.tensor is not None:
                 _messages.warn(
                     "written-buffer",
                     f"a {type(buffer.module).__name__} writes its buffer `{buffer.name}`, which is "
@@ -98,60 +134,74 @@ class Repeatable:
 
 def _note(modules: Sequence[Module]) -> _Noted:
     noted = _Noted()
-    for module in all_modules(modules):
-        state = module.__dict__  # of every module in every forward, past Module.__getattr__
-        training = state.get("training")  # torch.compile's wrapper has none of its own
-        noted.modules.append((module, state, training, state.get(_CHECKPOINTING)))
-        if state["_forward_pre_hooks"] or state["_forward_hooks"]:
-            noted.hooks[module] = _hooks_of(state)
+    for module in all_modules(modules):  # of every covered block in every forward: quickly
+        state = module.__dict__
+        hooks = _hooks_of(state) if state[_PRE_HOOKS] or state["_forward_hooks"] else None
+        noted.modules.append((state, tuple(map(state.get, _ATTRIBUTES)), hooks))
+        if _ADAPTER in state:
+            _note_adapters(noted, state)
         for parameter in state["_parameters"].values():
             if parameter is not None:
                 noted.trained.append((parameter, parameter.requires_grad))
         for name, tensor in state["_buffers"].items():
-            if tensor is not None:
-                copy = tensor.detach().clone() if tensor.numel() <= COPIED else None
-                noted.buffers.append(_Buffer(module, name, tensor, version(tensor), copy))
-        if "_disable_adapters" in state:
-            adapters = {key: state[key] for key in _ADAPTERS if key in state}
-            if isinstance(adapters.get("scaling"), dict):
-                adapters["scaling"] = dict(adapters["scaling"])
-            noted.adapters.append((state, adapters))
+            small = tensor is not None and tensor.numel() <= COPIED
+            copy = tensor.detach().clone() if small else None
+            noted.buffers.append(_Buffer(module, name, tensor, version(tensor), copy))
     return noted
 
 
-def _hooks_of(state: dict[str, Any]) -> dict[str, dict[int, Any]]:
+def _note_adapters(noted: _Noted, state: State) -> None:
+    noted.merged.append((state, tuple(state.get("merged_adapters", ()))))
+    holders = [module for module in state["_modules"].values() if type(module) is ModuleDict]
+    noted.dicts += [(m.__dict__, "_modules", m.__dict__["_modules"].copy()) for m in holders]
+    for key, value in state.items():
+        if type(value) is dict and key not in _APART:
+            noted.dicts.append((state, key, value.copy()))
+
+
+def _hooks_of(state: State) -> State:
     """The hooks of a module for its forward, by kind, that are to be there in a recompute."""
     found = {kind: state[kind].copy() for kind in _HOOKS}
-    for key, hook in state["_forward_pre_hooks"].items():
+    for key, hook in state[_PRE_HOOKS].items():
         if helps_recompute(hook):
-            del found["_forward_pre_hooks"][key]
+            del found[_PRE_HOOKS][key]
     return found
 
 
 @contextmanager
 def _as_noted(noted: _Noted) -> Iterator[None]:
     """Within this, the modules have again what was noted of them."""
-    replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    if any(merged != tuple(state.get("merged_adapters", ())) for state, merged in noted.merged):
+        raise RecomputeError(
+            "adapters were merged into the weights, or taken out of them, between a forward and "
+            "its backward, which recomputes that forward; do it between steps"
+        )
+    replaced: list[tuple[State, str, Any]] = []
 
-    def put(state: dict[str, Any], values: dict[str, Any]) -> None:
-        replaced.append((state, {key: state[key] for key in values}))
-        state.update(values)
+    def put(state: State, key: str, value: Any) -> None:
+        replaced.append((state, key, state.get(key)))
+        _set(state, key, value)
 
-    for module, state, training, checkpointing in noted.modules:
-        if (hooks := _other_hooks(state, noted.hooks.get(module))) is not None:
-            # Copies: what a hook registers during one recompute is gone in the next.
-            put(state, {kind: found.copy() for kind, found in hooks.items()})
-        if training is not None and state["training"] is not training:
-            put(state, {"training": training})
-        if checkpointing is not None and state.get(_CHECKPOINTING) not in (None, checkpointing):
-            put(state, {_CHECKPOINTING: checkpointing})
-    for state, adapters in noted.adapters:
-        changed = {key: value for key, value in adapters.items() if state.get(key) != value}
-        if changed:
-            put(state, changed)
+    for state, attributes, hooks in noted.modules:
+        if tuple(map(state.get, _ATTRIBUTES)) != attributes:
+            for key, value in zip(_ATTRIBUTES, attributes, strict=True):
+                if state.get(key) is not value:
+                    put(state, key, value)
+        if hooks is not None or state[_PRE_HOOKS] or state["_forward_hooks"]:
+            for kind in _HOOKS:
+                before = hooks[kind] if hooks else type(state[kind])()
+                if state[kind].keys() != before.keys():
+                    # A copy: what a hook registers during one recompute is gone in the next.
+                    put(state, kind, before.copy())
+    for state, key, held in noted.dicts:
+        now = state[key]
+        if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):
+            put(state, key, held.copy())
     for buffer in noted.buffers:
-        if buffer.copy is not None and buffer.name in buffer.module._buffers:
-            put(buffer.module._buffers, {buffer.name: buffer.copy.clone()})
+        if buffer.tensor is None:
+            put(buffer.module._buffers, buffer.name, None)
+        elif buffer.copy is not None:
+            put(buffer.module._buffers, buffer.name, buffer.copy.clone())
     switched = [(p, trained) for p, trained in noted.trained if p.requires_grad is not trained]
     switched = [(p, trained) for p, trained in switched if p.is_leaf]
     for parameter, trained in switched:
@@ -161,16 +211,13 @@ def _as_noted(noted: _Noted) -> Iterator[None]:
     finally:
         for parameter, trained in switched:
             parameter.requires_grad_(not trained)
-        for state, values in reversed(replaced):
-            state.update(values)
+        for state, key, value in reversed(replaced):
+            _set(state, key, value)
 
 
-def _other_hooks(
-    state: dict[str, Any], noted: dict[str, dict[int, Any]] | None
-) -> dict[str, dict[int, Any]] | None:
-    """The hooks that a module had when they were noted, if it has others now."""
-    if noted is not None:
-        return noted if any(state[kind].keys() != noted[kind].keys() for kind in _HOOKS) else None
-    if state["_forward_pre_hooks"] or state["_forward_hooks"]:
-        return {kind: type(state[kind])() for kind in _HOOKS}
-    return None
+def _set(state: State, key: str, value: Any) -> None:
+    """None is what a module without the attribute has, but a buffer can be None."""
+    if value is None and key in _ATTRIBUTES:
+        state.pop(key, None)
+    else:
+        state[key] = value

@@ -21,7 +21,7 @@ from training import add_lora, keys, model_and_inputs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
-from simpletuner_segckpt import SegmentBroken, UnsupportedModel
+from simpletuner_segckpt import RecomputeError, SegmentBroken, UnsupportedModel
 from simpletuner_segckpt.prove import SEED, counted, loss_of, step
 
 KINDS = [WithDoor, Doorless]
@@ -602,6 +602,124 @@ def test_parametrised_and_tied_weights(kind, config, block):
             assert torch.equal(mine, right)
     covered = {1: 6, 2: 6, 3: 5}[config["gradient_checkpointing_interval"]]
     assert len(installation.effect["blocks"].covered) == covered
+
+
+class Averaging(Block):
+    """Reads a buffer and writes it in one of the ways that there are."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", None if how == "lazily" else torch.zeros(WIDTH))
+
+    def forward(self, hidden_states, temb):
+        mean = torch.zeros(WIDTH) if self.mean is None else self.mean
+        update = 0.9 * mean + 0.1 * hidden_states.detach().mean(dim=(0, 1))
+        result = super().forward(hidden_states * (1 + mean), temb)
+        if self.how in ("by assignment", "lazily"):
+            self.mean = update
+        elif self.how == "its data":
+            self.mean.data.copy_(update)
+        elif self.how == "new data":
+            self.mean.data = update
+        else:
+            self.mean.copy_(update)
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("how", ["by assignment", "lazily", "its data", "new data", "in place"])
+def test_buffers_that_blocks_write(kind, interval, how):
+    class Variant(kind):
+        def __init__(self, depth=6):
+            super().__init__(depth)
+            self.blocks = nn.ModuleList(Averaging(how) for _ in range(depth))
+
+    model, inputs = toy(Variant)
+    twin = copy.deepcopy(model)
+    simpletuner_segckpt.apply(model, keys(interval))
+    for _ in range(4):
+        assert step(model, inputs) == step(twin, inputs)
+        for mine, right in zip(model.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(mine, right)
+
+
+class Doubling:
+    """Stands in for the forward, or the attention processor, of a module for a while."""
+
+    def __init__(self, original):
+        self.original = original
+
+    def __call__(self, *args, **kwargs):
+        result = self.original(*args, **kwargs)
+        return tuple(2 * r for r in result) if isinstance(result, tuple) else 2 * result
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("what", ["block", "linear", "processor"])
+def test_what_is_patched_for_one_forward(what, interval):
+    model, inputs = model_and_inputs("flux")
+    block = model.transformer_blocks[1]
+    attributes = {
+        "block": (block, "forward"),
+        "linear": (block.ff.net[0].proj, "forward"),
+        "processor": (block.attn, "processor"),
+    }
+    module, name = attributes[what]
+
+    def patched(**inputs):
+        before = module.__dict__.get(name)
+        setattr(module, name, Doubling(getattr(module, name)))
+        try:
+            return model(**inputs)
+        finally:
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+
+    expected = step(model, inputs, run=patched)
+    assert expected != step(model, inputs)
+    simpletuner_segckpt.apply(model, keys(interval))
+    for _ in range(3):
+        assert step(model, inputs, run=patched) == expected
+    assert name not in module.__dict__ or name == "processor"
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_an_adapter_deleted_before_backward(interval):
+    def gradients(config):
+        model, inputs = model_and_inputs("flux")
+        add_lora(model)
+        if config:
+            simpletuner_segckpt.apply(model, config)
+        parameters = dict(model.named_parameters())
+        torch.manual_seed(SEED)
+        loss = loss_of(model(**inputs))
+        model.delete_adapters("default")
+        loss.backward()
+        return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+    expected, found = gradients(None), gradients(keys(interval))
+    assert any("lora_A" in name for name in expected)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_adapters_merged_before_backward_are_refused():
+    model, inputs = model_and_inputs("flux")
+    add_lora(model)
+    simpletuner_segckpt.apply(model, keys(2))
+    loss = loss_of(model(**inputs))
+    layers = [m for m in model.modules() if hasattr(m, "merged_adapters")]
+    for layer in layers:
+        layer.merge()
+    with pytest.raises(RecomputeError, match=r"SEG613 adapters were merged into the weights"):
+        loss.backward()
+    for layer in layers:
+        layer.unmerge()
+    step(model, inputs)
 
 
 def test_a_buffer_that_is_too_large_to_be_copied(monkeypatch, caplog):

@@ -33,21 +33,29 @@ def with_lora(name, **config):
     return model, inputs
 
 
-@contextlib.contextmanager
-def failing(module):
-    """Within this, ``module`` raises, and so does whatever calls it; nothing else may."""
+class Failing:
+    """The forward of ``module``, which raises within ``now``; nothing else may."""
 
-    def explode(*args, **kwargs):
-        raise ArithmeticError
+    def __init__(self, module):
+        self.original = module.forward
+        self.fails = False
+        module.forward = self
 
-    module.forward = explode
-    try:
-        yield
-        pytest.fail("nothing called the module")
-    except ArithmeticError:
-        pass  # `pytest.raises` would keep the traceback, and with it tensors
-    finally:
-        del module.forward
+    def __call__(self, *args, **kwargs):
+        if self.fails:
+            raise ArithmeticError
+        return self.original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def now(self):
+        self.fails = True
+        try:
+            yield
+            pytest.fail("nothing called the module")
+        except ArithmeticError:
+            pass  # `pytest.raises` would keep the traceback, and with it tensors
+        finally:
+            self.fails = False
 
 
 class Run:
@@ -56,7 +64,7 @@ class Run:
     def __init__(self, model, inputs, failing_part):
         self.model = model
         self.inputs = inputs
-        self.part = model.get_submodule(failing_part)
+        self.part = Failing(model.get_submodule(failing_part))
         self.events = (
             self.validation,
             self.exception_in_forward,
@@ -84,12 +92,12 @@ class Run:
             self.model.enable_gradient_checkpointing()
 
     def exception_in_forward(self):
-        with failing(self.part):
+        with self.part.now():
             self.loss()
 
     def exception_in_recompute(self):
         loss = self.loss()
-        with failing(self.part):
+        with self.part.now():
             loss.backward()
         # torch's engine holds what a failed backward left in its queue until the next one.
         torch.zeros((), requires_grad=True).backward()
