@@ -31,9 +31,8 @@ from .intercept import DOOR, intercept, original_call, release
 from .links import Handed, inside_checkpoint, plain_tree
 from .messages import logger
 from .parts import Kind, Part, Runner, intercept_parts
-from .repeat import Repeatable
 from .report import Condition, Effect, History, Report
-from .segments import Forward
+from .segments import Forward, repeatable
 from .stacks import blocks_of
 
 # The forwards that run in a thread, outermost first: the frame that each runs in, and its record
@@ -80,9 +79,9 @@ class Door:
         self.handles: list[RemovableHandle] = []
         self.gap_blocks = list(gap_blocks)
         self._compiled_on = False  # of the forward that is being traced
-        self._forget_runs()
+        self._begin_anew()
 
-    def _forget_runs(self) -> None:
+    def _begin_anew(self) -> None:
         # By thread.
         self._running: dict[int, Running] = {}
         # The model and the shallow copies of it that regional compilation makes.
@@ -95,7 +94,7 @@ class Door:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget_runs()
+        self._begin_anew()
 
     @property
     def last_effect(self) -> Effect | None:
@@ -152,10 +151,7 @@ class Door:
         self.history.past_the_hooks += 1
         self.history.recomputed = True
         runners = self.backend.begin()
-        call = original_call(block)
-        if isinstance(block, Module):
-            call = Repeatable([block], call)
-        result = runners.covered(call, *args, **kwargs)
+        result = runners.covered(repeatable(block), *args, **kwargs)
         if runners.offload is not None:
             runners.offload.settle()
         return result

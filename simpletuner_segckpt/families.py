@@ -102,7 +102,7 @@ def _native(family: Family) -> list[str]:
     native = family.native
     if native is None:
         return []
-    lines = [f"an interval above 1: {native.segments}"]
+    lines = [f"an interval above 1: {SEGMENTS[native.segments]}"]
     if native.fallback:
         lines.append(f"where it goes block by block, it covers {COVERAGES[native.fallback]}")
     if native.fault:
@@ -138,14 +138,14 @@ NATIVE = """
 ## SimpleTuner's own classes
 
 What the model classes of SimpleTuner 4.10.1 do with its keys. Most were built small and run on a
-CPU in November 2026: gradients compared with those of no checkpointing, calls of blocks and feed-
-forwards counted. *Covers block by block*: which blocks are recomputed where the class runs no
+CPU in November 2026: gradients compared with those of no checkpointing, calls of blocks and
+feed-forwards counted. *Covers block by block*: which blocks are recomputed where the class runs no
 segments, because it has none or because something forces it to (block swapping, captured states,
-ControlNet, TREAD, an interval of 1). *all*: every block, interval and stride ignored. *every-
-nth*: every n-th block, stride ignored. *windows*: every n-th block, and with a stride the blocks
-in its windows. With an interval of 1 a stride is ignored everywhere. A backend that is not
-listed: those in -ffn raise an error at load, `unsloth` is accepted and `torch` runs. The offload
-of attention raises an error where it says no.
+ControlNet, TREAD, an interval of 1). *all*: every block, interval and stride ignored.
+*every-nth*: every n-th block, stride ignored. *windows*: every n-th block, and with a stride the
+blocks in its windows. With an interval of 1 a stride is ignored everywhere. A backend that is not
+listed: those in -ffn mostly raise an error at load (notes say where not), `unsloth` is accepted and
+`torch` runs. The offload of attention raises an error where it says no.
 """
 
 

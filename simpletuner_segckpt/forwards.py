@@ -90,8 +90,7 @@ class Forwards:
     ) -> StackRun:
         blocks = blocks_of(module, planned.path)
         carried = self.carried.get(planned.path, {})
-        covered, gap = runners.covered, runners.gap
-        stack = Stack(planned.path, planned.schedule, blocks, covered, gap, carried)
+        stack = Stack(planned.path, planned.schedule, blocks, runners.covered, runners.gap, carried)
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:
             changed = (
@@ -125,7 +124,7 @@ class Forwards:
             return RecordingRun(stack, shape, replay=not self.described)
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
-        stack = Stack(planned.path, proof.schedule, blocks, covered, gap)
+        stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
 
     def learn(self, forward: Forward) -> None:

@@ -1,8 +1,8 @@
-"""Hooks of other code around the blocks of a model, which a segment would break.
+"""Hooks of other code around the blocks of a model, and what moves their weights.
 
 Recompute stops early, so the post-forward hook of a segment's last block does not fire while
-those of the blocks before it do. Hooks that move weights are exact block by block and destroy
-them in wider segments.
+those of the blocks before it do. Hooks that move weights are exact per-block and destroy them in
+wider segments; some of diffusers' are wrong with any recompute, and refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,8 @@ from .errors import UnsupportedModel
 from .report import Condition, StackReport
 from .stacks import all_modules, unwrapped
 
-# By these a block swapper's object is known; the loop of a model calls them between blocks.
+# By these methods the object of a block swapper is known, SimpleTuner's (4.10.1) by the first; the
+# loop of a model calls them between blocks.
 _SWAPS = ("stream_in", "wait_for_block", "submit_move_blocks", "submit_move_blocks_forward")
 
 
@@ -125,7 +126,8 @@ def _made_for_recompute(hook: Any) -> bool:
 def helps_recompute(hook: Any) -> bool:
     """Whether a hook is on a block so that PEFT's other hooks are there when it is recomputed.
 
-    ``repeat`` sees to that; a hook that adds more of them in the recompute would leave them.
+    ``repeat`` sees to that; a hook that adds more of them in the recompute would leave them. Known
+    by its name in PEFT 0.21; without it aLoRA runs per-block.
     """
     return _name(hook).startswith("LoraModel._enable_peft_forward_hooks.")
 

@@ -37,10 +37,10 @@ def native_report(config: CheckpointingConfig, family: Family | None, report: Re
     ``report`` is that of the engine for the same stacks. Where no facts are known, the keys are
     taken at their word.
     """
-    stacks: list[StackReport] = []
-    first = 0
     if not config.enabled:
         return replace(report, stacks=())
+    stacks: list[StackReport] = []
+    first = 0
     for stack in report.stacks:
         stacks.append(_native_stack(stack, first, config, family, report.conditions))
         first += stack.blocks
@@ -56,16 +56,7 @@ def _native_stack(
 ) -> StackReport:
     """One stack; ``first`` is how many blocks the stacks before it have."""
     native = family.native if family else None
-    own = replace(
-        stack,
-        strategy="native",
-        schedule=Schedule(stack.blocks, ()),
-        reason=OWN_SCHEDULE,
-        feed_forward=(),
-        kept=(),
-        inputs_on_cpu=False,
-        offloaded=(),
-    )
+    own = StackReport(stack.path, "native", Schedule(stack.blocks, ()), OWN_SCHEDULE)
     if native is None:
         whole = not config.feed_forward_only
         return replace(own, schedule=stack.schedule, reason="") if whole else own

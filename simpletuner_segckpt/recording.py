@@ -4,10 +4,10 @@ What is recorded decides where segments may be formed (see ``links`` for what is
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,8 +203,7 @@ class RecordingRun(StackRun):
         """What is wrong when ``segment`` runs from its recorded inputs; empty when nothing is."""
         arguments, around, states = self._inputs[segment[0]]
         blocks = self.stack.blocks[segment.start : segment.stop]
-        # The schedule was cut wherever a boundary is no link.
-        links = cast("Sequence[Link]", proof.boundaries[segment.start : segment.stop - 1])
+        links = proof.links(segment)
         held = [(m, dict(m._buffers)) for m in all_modules(blocks) if m._buffers]
         buffers = [(b, b.clone()) for _, own in held for b in own.values() if b is not None]
         now = random_states()

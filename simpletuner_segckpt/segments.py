@@ -79,11 +79,15 @@ class Proof:
         reason = broken[inside[0]] if inside else ""
         return cls(schedule.cut(frozenset(broken)), tuple(boundaries), reason)
 
+    def links(self, segment: range) -> Sequence[Link]:
+        """What leads from each block of ``segment`` to the next: the schedule was cut elsewhere."""
+        return cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
 
-def _call_of(block: Module, covered: bool) -> Callable[..., Any]:
-    """What runs ``block``; what is covered is called again in backward."""
+
+def repeatable(block: Module) -> Callable[..., Any]:
+    """What runs ``block`` itself, the same in backward; a function of a model as it is."""
     call: Callable[..., Any] = original_call(block)
-    return Repeatable([block], call) if covered and isinstance(block, Module) else call
+    return Repeatable([block], call) if isinstance(block, Module) else call
 
 
 class StackRun:
@@ -109,8 +113,11 @@ class StackRun:
         covered = index in self.segment_of
         if covered and any(map(is_cache, (*args, *kwargs.values()))):
             covered, self.cached = False, True  # a recompute would fill it once more
-        block = self.stack.blocks[index]
-        return self.run(range(index, index + 1), covered, _call_of(block, covered), args, kwargs)
+        return self.run_block(index, self.stack.blocks[index], covered, args, kwargs)
+
+    def run_block(self, index: int, block: Module, covered: bool, args: tuple, kwargs: dict) -> Any:
+        call = repeatable(block) if covered else original_call(block)
+        return self.run(range(index, index + 1), covered, call, args, kwargs)
 
     def run(
         self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
@@ -159,7 +166,7 @@ class SegmentedRun(StackRun):
         super().__init__(stack, proof.reason)
         if any(len(segment) > 1 for segment in stack.schedule.segments):
             self.strategy = "segmented"
-        self.boundaries = proof.boundaries
+        self.proof = proof
         self.on_broken = on_broken
         self._open: _OpenSegment | None = None
         self._aliases: list[tuple[range, weakref.ref[Handed]]] = []
@@ -177,8 +184,7 @@ class SegmentedRun(StackRun):
         around = surroundings()
         blocks = self.stack.blocks[segment.start : segment.stop]
         calls = [original_call(block) for block in blocks]
-        # The schedule was cut wherever a boundary is no link.
-        links = cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])
+        links = self.proof.links(segment)
         segment_call = Repeatable(blocks, partial(run_segment, calls, links, arguments.spec))
         result = self.run(segment, True, segment_call, tuple(arguments.leaves), {})
         handed = hand_out(result, partial(self._break_at_read, segment))
@@ -206,7 +212,8 @@ class SegmentedRun(StackRun):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != open_.arguments.spec:
             self._break(segment, f"block {index} is called with other arguments")
-        sources = dict(cast("Link", self.boundaries[index - 1]).carried)
+        [link] = self.proof.links(range(index - 1, index + 1))
+        sources = dict(link.carried)
         for i, leaf in enumerate(leaves):
             if i in sources:
                 unchanged = leaf is open_.handed_leaves[sources[i]]
@@ -297,7 +304,7 @@ class UnitsRun(StackRun):
         covered = index in self.segment_of
         if index >= self.stack.schedule.blocks:
             covered = index % self.stride < self.interval
-        return self.run(range(index, index + 1), covered, _call_of(unit, covered), args, kwargs)
+        return self.run_block(index, unit, covered, args, kwargs)
 
 
 class Forward:
