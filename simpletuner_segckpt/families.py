@@ -202,9 +202,11 @@ def print_table(families: Iterable[Family]) -> None:
     from rich.text import Text
 
     table = Table(*COLUMNS)
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for family in sorted(families, key=lambda family: family.title.lower()):
         table.add_row(*(Text(cell) for cell in row(family)))
-    Console(markup=False).print(table)
+    # In a pipe, nothing is cut.
+    Console(markup=False, width=None if sys.stdout.isatty() else 250).print(table)
 
 
 @command("families")

@@ -23,13 +23,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from .errors import ConfigError, FamilyError
+from .configfile import read_config_file
+from .errors import FamilyError
 from .findings import CODES
 from .messages import logger
 from .output import refuse
 from .registry import FamilyRegistry
-from .settings import load_settings
-from .validate import UsageError, print_findings, printable
+from .settings import check_settings
+from .validate import Checked, UsageError, check_file, print_text, printable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     first = os.environ.get("RANK", "0") == "0"
     try:
-        settings = load_settings(options.config)
         registry = FamilyRegistry.default(options.families)
+        file = read_config_file(options.config)
+        checked = check_file(file, registry)
+        settings, _ = check_settings(file)
+        if checked.exit_code or settings is None:
+            return _refused(checked, first)
         start = _module if options.module else _script
         run = start(options.script, options.arguments)
-    except ConfigError as error:
-        return print_findings(options.config, error) if first else 1
     except (FamilyError, UsageError) as error:
         return refuse("launch", printable(str(error)))
 
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             run()
         except Refused as error:
-            return print_findings(options.config, error) if first else 1
+            return _refused(Checked(options.config, list(error.findings)), first)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -88,6 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rule, reason = shortfall
         _report([f"{CODES[rule]} {reason}"])
         return 1
+
+
+def _refused(checked: Checked, first: bool) -> int:
+    if first:
+        print_text([checked])
+    return checked.exit_code
 
 
 def _report(lines: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .conditions import config_conditions
-from .config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
+from .config_schema import CHECKPOINTING_KEYS, OWN_KEYS, PREFIX, CheckpointingConfig
 from .configedit import write_keys
 from .errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from .estimate import (
@@ -315,6 +315,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else (f"{options.config} has these keys already")
         )
         print(said, file=sys.stderr)
+        if own := [key for key in OWN_KEYS if key in plan.found.keys]:
+            message = (
+                "not known to SimpleTuner, whose own run refuses a file with them; for apply()"
+            )
+            print(f"{', '.join(own)}: {message}", file=sys.stderr)
     return 0 if plan.found else 1
 
 

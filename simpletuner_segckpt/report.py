@@ -267,6 +267,9 @@ class History:
     drawn: dict[str, str] = field(default_factory=dict)
     recomputed: bool = False
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def __deepcopy__(self, memo: dict[int, object]) -> "History":
         return self
 

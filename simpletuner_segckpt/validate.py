@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .config_schema import OWN_KEYS, word
+from .config_schema import OWN_KEYS, PREFIX, word
 from .configfile import ConfigFile, read_config_file
 from .errors import ConfigError, FamilyError, UnknownFamily
 from .family import Family
@@ -68,6 +68,10 @@ def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Rep
         report, findings = engine_plan(settings, family, report)
         return report, [found, *findings]
     findings = list(native_problems(settings, family, f"SimpleTuner's {family.title}", report))
+    value = settings.file.values.get(written(settings.file, PREFIX))
+    if isinstance(value, str) and value.lower() == "false" and not settings.file.names:
+        message = "is a text, which SimpleTuner leaves out: its default, on, stays; write false"
+        findings.append(settings.finding("wrong-type", message, PREFIX))
     told = {finding.key for finding in settings.findings}
     for key in OWN_KEYS:
         name = written(settings.file, key)

@@ -104,9 +104,10 @@ def test_a_child_ends_with_its_parent(killed):
 def test_what_was_killed_goes_on_and_ends_with_table_and_picture(resumed):
     folder, again = resumed
     assert again.returncode == 0, again.stderr
-    assert "none:" in again.stderr.splitlines()[0]
-    told = [line.endswith("(in the file already)") for line in again.stderr.splitlines()]
-    assert told == [True, False, False]
+    # Libraries that are imported may say something, too.
+    told = [line for line in again.stderr.splitlines() if line.startswith(tuple(MODES))]
+    assert told[0].startswith("none:")
+    assert [line.endswith("(in the file already)") for line in told] == [True, False, False]
     header, *cells = lines(folder)
     assert header["identity"]["workload"]["family"] == "sd3"
     assert [cell["mode"] for cell in cells] == MODES

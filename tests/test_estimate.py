@@ -9,6 +9,7 @@ from statistics import median
 import pytest
 import torch
 from safetensors.torch import save_file
+from simpletuner_segckpt.config_schema import OWN_KEYS
 from workloads import REGISTRY, workload
 
 from simpletuner_segckpt import compare, estimate, plan
@@ -366,6 +367,8 @@ def test_keys_are_written_and_nothing_else(tmp_path, capsys):
     ours = re.compile("^gradient_checkpointing.*\n", re.MULTILINE)
     assert ours.sub("", path.read_text()) == ours.sub("", TOML)
     keys = json.loads(re.search(r"^\{$.*^\}$", captured.out, re.MULTILINE | re.DOTALL)[0])
+    own = [key for key in OWN_KEYS if key in keys]
+    assert f"{', '.join(own)}: not known to SimpleTuner" in captured.err
     settings = load_settings(path).checkpointing.model_dump(by_alias=True)
     assert settings.items() >= {k: v for k, v in keys.items() if not isinstance(v, list)}.items()
     again = path.read_bytes()

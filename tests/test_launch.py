@@ -278,6 +278,7 @@ def test_a_schedule_that_a_model_cannot_have_ends_the_run(run):
     [
         ('{"gradient_checkpointing_interval": 0}', 1, "SEG204"),
         ("{", 1, "SEG103"),
+        ('{"model_family": "fluxx"}', 1, "SEG401"),
         (None, 2, "SEG001"),
     ],
 )

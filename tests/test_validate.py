@@ -318,6 +318,10 @@ def test_what_simpletuner_makes_of_the_keys(validate):
             "`--gradient_checkpointing_keep_last` is an option that SimpleTuner does not know",
         ),
         (
+            {"model_family": "ltxvideo2", "--gradient_checkpointing": "false"},
+            "`--gradient_checkpointing` is a text, which SimpleTuner leaves out",
+        ),
+        (
             {"model_family": "z_image_omni"},
             "`gradient_checkpointing` is on, but SimpleTuner's Z-Image Omni breaks when it is",
         ),
