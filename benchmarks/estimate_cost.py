@@ -23,7 +23,7 @@ MOST_SECONDS, MOST_GIB = 30, 6
 def run(config: str, *options: str) -> float:
     """Seconds of one `segckpt estimate`."""
     begun = time.perf_counter()
-    command = [sys.executable, "-m", "simpletuner_segckpt.estimate", config, *options]
+    command = [sys.executable, "-m", "simpletuner_segckpt.commands", "estimate", config, *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begun
 

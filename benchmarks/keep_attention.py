@@ -15,7 +15,7 @@ from diffusers import WanTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import LiveBytes
+from simpletuner_segckpt.verify.memory import LiveBytes
 
 KEEP = "gradient_checkpointing_keep"
 INTERVAL = "gradient_checkpointing_interval"

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config_schema import CheckpointingConfig
-    from .errors import (
+    from .estimator.predict.estimate import estimate_config
+    from .estimator.predict.plan import plan_config
+    from .families.registry import FamilyRegistry
+    from .families.schema import Family
+    from .install.apply import Installation, apply, installation_of, remove
+    from .install.sharding import fully_shard_segments, sharding_units
+    from .messages.errors import (
         ConfigError,
         FamilyError,
         RecomputeError,
@@ -21,35 +27,29 @@ if TYPE_CHECKING:
         UnsupportedModel,
         WorkloadError,
     )
-    from .estimate import estimate_config
-    from .family import Family
-    from .install import Installation, apply, installation_of, remove
-    from .plan import plan_config
-    from .probing import probe
-    from .registry import FamilyRegistry
-    from .sharding import fully_shard_segments, sharding_units
+    from .verify.probe import probe
 
 _HOMES = {
     "CheckpointingConfig": "config_schema",
-    "ConfigError": "errors",
-    "Family": "family",
-    "FamilyError": "errors",
-    "FamilyRegistry": "registry",
-    "Installation": "install",
-    "RecomputeError": "errors",
-    "SegckptError": "errors",
-    "SegmentBroken": "errors",
-    "UnknownFamily": "errors",
-    "UnsupportedModel": "errors",
-    "WorkloadError": "errors",
-    "apply": "install",
-    "estimate_config": "estimate",
-    "fully_shard_segments": "sharding",
-    "installation_of": "install",
-    "plan_config": "plan",
-    "probe": "probing",
-    "remove": "install",
-    "sharding_units": "sharding",
+    "ConfigError": "messages.errors",
+    "Family": "families.schema",
+    "FamilyError": "messages.errors",
+    "FamilyRegistry": "families.registry",
+    "Installation": "install.apply",
+    "RecomputeError": "messages.errors",
+    "SegckptError": "messages.errors",
+    "SegmentBroken": "messages.errors",
+    "UnknownFamily": "messages.errors",
+    "UnsupportedModel": "messages.errors",
+    "WorkloadError": "messages.errors",
+    "apply": "install.apply",
+    "estimate_config": "estimator.predict.estimate",
+    "fully_shard_segments": "install.sharding",
+    "installation_of": "install.apply",
+    "plan_config": "estimator.predict.plan",
+    "probe": "verify.probe",
+    "remove": "install.apply",
+    "sharding_units": "install.sharding",
 }
 
 __all__ = [

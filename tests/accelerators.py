@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from simpletuner_segckpt.accelerator import Accelerator
+from simpletuner_segckpt.offload.device import Accelerator
 
 _lock = threading.RLock()  # one device, whatever thread talks to it
 

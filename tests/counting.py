@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpletuner_segckpt import keep
-from simpletuner_segckpt.parts import parts_of
-from simpletuner_segckpt.prove import step
-from simpletuner_segckpt.report import UNITS
-from simpletuner_segckpt.stacks import blocks_of
+from simpletuner_segckpt.model.stacks import blocks_of
+from simpletuner_segckpt.recompute import kept_operators as keep
+from simpletuner_segckpt.recompute.submodules import submodules_of
+from simpletuner_segckpt.schedules.report import UNITS
+from simpletuner_segckpt.verify.step import step
 
 
 class Counts(TorchDispatchMode):
@@ -56,7 +56,7 @@ def counted_parts(model, stacks, counts):
                 ("feed_forward", stack.projections),
                 ("attention", stack.attention),
             ):
-                for part in parts_of(block, paths):
+                for part in submodules_of(block, paths):
                     counting(part, (path, index, kind))
     try:
         yield calls

@@ -44,8 +44,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken, UnsupportedModel, fully_shard_segments
-from simpletuner_segckpt.intercept import DOOR, Intercepted
-from simpletuner_segckpt.prove import SEED, Step, loss_of, step
+from simpletuner_segckpt.model.interception import RECEIVER, Intercepted
+from simpletuner_segckpt.verify.step import SEED, Step, loss_of, step
 
 STACKS = {
     "flux": ("transformer_blocks", "single_transformer_blocks"),
@@ -257,7 +257,7 @@ def fsdp2(name: str, unit: str, order: str, interval: int = 2, bf16: bool = Fals
     traces = [
         path
         for path, module in model.named_modules()
-        if isinstance(module, Intercepted) or DOOR in module.__dict__
+        if isinstance(module, Intercepted) or RECEIVER in module.__dict__
     ]
     return {
         "differences": differences([run for run, _ in runs], [expected] * 4),

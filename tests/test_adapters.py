@@ -27,7 +27,7 @@ from torch.nn import Module
 from training import keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.prove import SEED, Step, loss_of, step
+from simpletuner_segckpt.verify.step import SEED, Step, loss_of, step
 
 PLAN = (range(0, 2), range(4, 5))  # of 5 blocks with interval 2 and stride 4
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]

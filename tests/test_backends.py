@@ -19,13 +19,13 @@ from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, add_lora, family, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt import keep
-from simpletuner_segckpt.measure import LiveBytes
-from simpletuner_segckpt.parts import tallying
-from simpletuner_segckpt.prove import SEED, counted, loss_of, step
-from simpletuner_segckpt.report import UNITS
-from simpletuner_segckpt.stacks import blocks_of
-from simpletuner_segckpt.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.model.stacks import blocks_of
+from simpletuner_segckpt.model.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.recompute import kept_operators as keep
+from simpletuner_segckpt.schedules.report import UNITS
+from simpletuner_segckpt.schedules.tally import tallying
+from simpletuner_segckpt.verify.memory import LiveBytes
+from simpletuner_segckpt.verify.step import SEED, counted, loss_of, step
 
 BACKEND = "gradient_checkpointing_backend"
 KEEP = "gradient_checkpointing_keep"
@@ -520,7 +520,7 @@ def test_removal_and_copies(config):
         assert [type(module) for module in other.modules()] == classes
     installation.remove()
     assert [type(module) for module in model.modules()] == classes
-    assert not any("_segckpt_door" in module.__dict__ for module in model.modules())
+    assert not any("_segckpt_receiver" in module.__dict__ for module in model.modules())
     assert step(model, inputs) == expected
 
 
@@ -558,7 +558,7 @@ def test_lora_on_the_parts_before_and_after(config, inside, before):
     stacks = installation.effect.stacks
     assert tuple((stack.feed_forwards, stack.kept["ffn"]) for stack in stacks) == inside
     installation.remove()
-    assert not any("_segckpt_door" in module.__dict__ for module in trained.modules())
+    assert not any("_segckpt_receiver" in module.__dict__ for module in trained.modules())
 
 
 class Around(nn.Module):
@@ -593,7 +593,7 @@ def test_parts_that_change_after_a_step(how, config):
     effect = installation.effect["blocks"]
     assert (effect.feed_forwards, effect.kept["ffn"]) == ((5, 0) if config is FFN else (0, 5))
     installation.remove()
-    assert not any("_segckpt_door" in module.__dict__ for module in model.modules())
+    assert not any("_segckpt_receiver" in module.__dict__ for module in model.modules())
     torch._dynamo.reset()
 
 

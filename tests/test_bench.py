@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from simpletuner_segckpt import bench
-from simpletuner_segckpt.benching import child, picture, predicting, running, tables
-from simpletuner_segckpt.benching.cells import Cell, Point, front, without_effect
+from simpletuner_segckpt.bench import child, picture, tables
+from simpletuner_segckpt.bench import prediction as predicting
+from simpletuner_segckpt.bench import runner as running
+from simpletuner_segckpt.bench.cells import Cell, Point, front, without_effect
+from simpletuner_segckpt.commands import bench
 
 MODES = ["none", "layer", "interval2"]
 
@@ -63,7 +65,7 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     argv = command_line(folder, "--modes", ",".join(MODES))
     parent = subprocess.Popen(
-        [sys.executable, "-m", "simpletuner_segckpt.bench", *argv],
+        [sys.executable, "-m", "simpletuner_segckpt.commands", "bench", *argv],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -85,7 +87,7 @@ def resumed(killed):
     folder, _ = killed
     argv = command_line(folder, "--modes", ",".join(MODES))
     again = subprocess.run(
-        [sys.executable, "-m", "simpletuner_segckpt.bench", *argv],
+        [sys.executable, "-m", "simpletuner_segckpt.commands", "bench", *argv],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

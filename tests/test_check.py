@@ -12,12 +12,13 @@ from toys import TOY_FAMILY, Collects, Doorless, WithDoor, toy
 from training import REGISTRY, family, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt import FamilyRegistry, families, probe
-from simpletuner_segckpt import check as check_module
-from simpletuner_segckpt.check import check_family, check_tiny
-from simpletuner_segckpt.families import document
-from simpletuner_segckpt.prove import step
-from simpletuner_segckpt.tiny import make_inputs, make_model
+from simpletuner_segckpt import FamilyRegistry, probe
+from simpletuner_segckpt.commands import check as check_module
+from simpletuner_segckpt.commands import families
+from simpletuner_segckpt.commands.families import document
+from simpletuner_segckpt.model.tiny import make_inputs, make_model
+from simpletuner_segckpt.verify.families import check_family, check_tiny
+from simpletuner_segckpt.verify.step import step
 
 ROOT = Path(__file__).parents[1]
 
@@ -227,7 +228,7 @@ def test_a_probed_file_is_a_family_file(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    probe_main = import_module("simpletuner_segckpt.probing").main
+    probe_main = import_module("simpletuner_segckpt.commands.probe").main
     assert probe_main(["mine:make"]) == 0
     folder = tmp_path / "families"
     folder.mkdir()
@@ -255,7 +256,7 @@ def test_json_of_a_config_with_blocks_per_stack(tmp_path, capsys):
     """A UNet's stacks and units in `validate`, from its published size."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_family": "sdxl"} | keys(2, 4, keep_last=1)))
-    main = import_module("simpletuner_segckpt.validate").main
+    main = import_module("simpletuner_segckpt.commands.validate").main
     assert main([str(config), "--output-format", "json"]) == 0
     [document_] = json.loads(capsys.readouterr().out)["files"]
     stacks = {stack["path"]: stack for stack in document_["report"]["stacks"]}
@@ -316,7 +317,7 @@ def sources(tmp_path, monkeypatch):
     ["sources:raises", "sources:bad_shapes", "sources:frozen", "sources:no_tensors", "broken:x"],
 )
 def test_probing_what_does_not_work_is_one_line(sources, source, capsys):
-    assert import_module("simpletuner_segckpt.probing").main([source]) == 2
+    assert import_module("simpletuner_segckpt.commands.probe").main([source]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"segckpt probe: {source}: ")
@@ -324,7 +325,7 @@ def test_probing_what_does_not_work_is_one_line(sources, source, capsys):
 
 
 def test_probing_a_transformers_model(sources, capsys):
-    assert import_module("simpletuner_segckpt.probing").main(["sources:llama"]) == 0
+    assert import_module("simpletuner_segckpt.commands.probe").main(["sources:llama"]) == 0
     out = capsys.readouterr().out
     assert 'path = "model.layers"' in out
     assert 'count = "num_hidden_layers"' in out

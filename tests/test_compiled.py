@@ -15,8 +15,8 @@ from toys import WIDTH, Doorless, WithDoor, toy
 from training import keys, model_and_inputs, warned
 
 import simpletuner_segckpt
-from simpletuner_segckpt import compiled as compiled_code
-from simpletuner_segckpt.prove import loss_of, step
+from simpletuner_segckpt.model import compiled as compiled_code
+from simpletuner_segckpt.verify.step import loss_of, step
 
 KINDS = [WithDoor, Doorless]
 COVERED = (range(0, 2), range(4, 6))  # interval 2, stride 4, of six blocks
@@ -319,7 +319,7 @@ def test_the_order_of_compiled_code_is_given_back(no_schedule_elsewhere):
 
 
 def test_a_torch_that_cannot_keep_the_order(monkeypatch, said):
-    monkeypatch.setattr(compiled_code, "_set_most_recent_first", None)
+    monkeypatch.setattr(compiled_code, "set_most_recent_first", None)
     model, inputs = toy(WithDoor)
     installation = simpletuner_segckpt.apply(model, keys(2))
     step(model, inputs)

@@ -9,8 +9,8 @@ from swapping import BlockSwapper
 from training import keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.prove import counted, step
-from simpletuner_segckpt.schedule import make_schedules
+from simpletuner_segckpt.schedules.schedule import make_schedules
+from simpletuner_segckpt.verify.step import counted, step
 
 STACKS = {"transformer_blocks": 5, "single_transformer_blocks": 5}
 

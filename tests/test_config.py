@@ -10,8 +10,8 @@ from simpletuner_segckpt.config_schema.generate import SCHEMA_FILE, json_schema,
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS
 
 from simpletuner_segckpt import CheckpointingConfig, ConfigError
-from simpletuner_segckpt.configfile import ConfigFile
-from simpletuner_segckpt.settings import check_settings, load_settings
+from simpletuner_segckpt.config.file import ConfigFile
+from simpletuner_segckpt.config.settings import check_settings, load_settings
 
 ON = "gradient_checkpointing"
 INTERVAL = "gradient_checkpointing_interval"

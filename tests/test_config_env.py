@@ -5,10 +5,11 @@ from simpletuner_segckpt.config_schema import TrainingKeys
 from toys import WithDoor, toy
 
 import simpletuner_segckpt
-from simpletuner_segckpt import ConfigError, validate
-from simpletuner_segckpt.configedit import write_keys
-from simpletuner_segckpt.configfile import parse_config, read_config_file
-from simpletuner_segckpt.settings import check_settings, load_settings, read_keys
+from simpletuner_segckpt import ConfigError
+from simpletuner_segckpt.commands import validate
+from simpletuner_segckpt.config.edit import write_keys
+from simpletuner_segckpt.config.file import parse_config, read_config_file
+from simpletuner_segckpt.config.settings import check_settings, load_settings, read_keys
 
 FILE = """\
 # A LoRA of Wan 2.1

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from simpletuner_segckpt import ConfigError, configedit
-from simpletuner_segckpt.configedit import edited, write_keys
-from simpletuner_segckpt.configfile import ConfigFile
+from simpletuner_segckpt import ConfigError
+from simpletuner_segckpt.config import edit as configedit
+from simpletuner_segckpt.config.edit import edited, write_keys
+from simpletuner_segckpt.config.file import ConfigFile
 
 ON = "gradient_checkpointing"
 INTERVAL = "gradient_checkpointing_interval"
@@ -792,7 +793,7 @@ def test_a_write_protected_file(config, monkeypatch):
 
 def test_editing_needs_neither_torch_nor_for_json_tomlkit():
     code = (
-        "import sys; from simpletuner_segckpt.configedit import edited; "
+        "import sys; from simpletuner_segckpt.config.edit import edited; "
         "edited(b'{}', 'x', {'a': 1}); assert not {'torch', 'tomlkit'} & {*sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
 from simpletuner_segckpt import UnsupportedModel, sharding_units
-from simpletuner_segckpt.prove import Step, step
+from simpletuner_segckpt.verify.step import Step, step
 
 CASES = Path(__file__).with_name("distributed_cases.py")
 BLOCKS = {"flux": 3, "auraflow": 3, "llama": 5}

@@ -12,26 +12,24 @@ from safetensors.torch import save_file
 from simpletuner_segckpt.config_schema import OWN_KEYS
 from workloads import REGISTRY, workload
 
-from simpletuner_segckpt import compare, estimate, plan
-from simpletuner_segckpt.errors import ConfigError, UnknownFamily, WorkloadError
-from simpletuner_segckpt.estimator.cards import card, cards, optimizers
-from simpletuner_segckpt.estimator.comparing import compare_example, kendall
-from simpletuner_segckpt.estimator.modes import MODES, keys_of
-from simpletuner_segckpt.estimator.profiling import profile
-from simpletuner_segckpt.estimator.published import published, rows
-from simpletuner_segckpt.estimator.reading import LOKR, Overrides, read_workload
-from simpletuner_segckpt.estimator.searching import Search
-from simpletuner_segckpt.estimator.tracing import trace
-from simpletuner_segckpt.settings import load_settings
+from simpletuner_segckpt.commands import compare, estimate, plan
+from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.estimator.predict.cards import card, cards
+from simpletuner_segckpt.estimator.predict.modes import MODES, keys_of
+from simpletuner_segckpt.estimator.predict.search import Search
+from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.profile.trace import trace
+from simpletuner_segckpt.estimator.workload.optimizers import optimizers
+from simpletuner_segckpt.estimator.workload.parse import LOKR, Overrides, parse_workload
+from simpletuner_segckpt.messages.errors import ConfigError, UnknownFamily, WorkloadError
 
 GIB = 1 << 30
-DOCUMENT = Path(__file__).parents[1] / "docs/estimator.md"
 WAN = {"model_family": "wan", "model_flavour": "t2v-480p-1.3b-2.1"}
 SMALL = ["--resolution", "64", "--frames", "5"]
 
 
 def read(config, **overrides):
-    return read_workload(load_settings(config), REGISTRY, Overrides(**overrides))
+    return parse_workload(load_settings(config), REGISTRY, Overrides(**overrides))
 
 
 def written(folder, config, name="config.json"):
@@ -432,86 +430,8 @@ def test_amounts_of_memory():
 
 # -- compare ----------------------------------------------------------------------------------
 
-WITHIN = {
-    "wan2.1-t2v-1.3b-480p-single-gpu.peft-lora+ramtorch": 0.05,
-    "sd3.peft-lora": 0.05,
-    "z-image-turbo.peft-lora": 0.05,
-    "lumina2.peft-lora": 0.05,
-    "krea2.peft-lora": 0.05,
-    "ltxvideo-0.9.5-t2v.peft-lora": 0.05,
-    "pixart.lycoris-lokr": 0.08,
-}
-
-
-@pytest.mark.parametrize("name", published().examples)
-def test_the_published_sweep(name):
-    """The page is current; and predictions are as near as is claimed."""
-    found = compare_example(name)
-    assert compare.section(found) in DOCUMENT.read_text("utf-8")
-    cells = [cell for cell in found.cells if cell.built_for]
-    assert cells
-    for cell in cells if name in WITHIN else ():
-        assert abs(cell.error) < WITHIN[name], cell.row
-    if name in WITHIN:
-        assert {cell.row.mode for cell in cells} >= {"none", "layer", "seg2-stride4"}
-        assert found.tau > 0.8
-
-
-def test_the_summary_is_what_the_rows_say():
-    text = DOCUMENT.read_text("utf-8")
-    pattern = (
-        r"^\| bf16\S* \| (none|layer|interval2|seg2-stride4)[^|]*\|.*?([+-]\d+\.\d)% .*\[?(\d*)"
-    )
-    errors = [
-        abs(float(found[2]))
-        for found in re.finditer(pattern, text, re.MULTILINE)
-        if "[1](#why)" not in found[0] and "-offload" not in found[0]
-    ]
-    taus = [float(found) for found in re.findall(r"Order of step times: tau (-?\d\.\d+)", text)]
-    error = float(re.search(r"median error of the peak is (\d\.\d)%", text)[1])
-    assert error < 3
-    assert error == pytest.approx(median(errors), abs=0.15)
-    tau = float(re.search(r"median over the examples: (\d\.\d+)", text)[1])
-    assert tau == pytest.approx(median(taus), abs=0.01)
-    assert tau >= 0.8
-
-
-def test_the_page_says_why():
-    text = DOCUMENT.read_text("utf-8")
-    assert compare.left_out() in text
-    for name in {row.example for row in rows()}:
-        assert (name in published().examples) != (name in published().left_out)
-        assert name in text
-
-
-def test_the_sweep_is_whole():
-    assert len(rows()) == 888
-    assert sum(row.status == "measured" for row in rows()) == 523
-
-
-@pytest.mark.parametrize(
-    ("pairs", "tau"),
-    [
-        ([(1, 1), (2, 2), (3, 3)], 1),
-        ([(1, 3), (2, 2), (3, 1)], -1),
-        ([(1, 1), (2, 3), (3, 2)], 1 / 3),
-        ([(1, 1), (2, 2), (2, 3)], 2 / 6**0.5),  # a tie on the left
-        ([(1, 1), (1, 2)], None),
-        ([], None),
-    ],
-)
-def test_kendall(pairs, tau):
-    assert kendall(pairs) == (tau if tau is None else pytest.approx(tau))
-
-
-def test_too_few_cells(capsys):
-    assert compare.main(["ideogram", "--gpu", "L40S"]) == 0
-    assert "Too few of these cells" in capsys.readouterr().out
-
 
 def test_compare_refuses(tmp_path, capsys):
-    assert compare.main(["nosuch"]) == 2
-    assert "no example is called nosuch" in capsys.readouterr().err
     assert compare.main([str(tmp_path / "missing.jsonl")]) == 2
     assert "holds no results of segckpt bench" in capsys.readouterr().err
     bad = tmp_path / "bad.jsonl"

@@ -10,17 +10,20 @@ from torch import nn
 from torch.nn import functional
 from workloads import profiled, workload
 
-from simpletuner_segckpt.estimator import building, cuda, fakes
-from simpletuner_segckpt.estimator.composing import compose, units_of
-from simpletuner_segckpt.estimator.cuda import CudaSemantics
-from simpletuner_segckpt.estimator.ledger import Ledger
-from simpletuner_segckpt.estimator.modes import planned
-from simpletuner_segckpt.estimator.profiling import loss_of, profile
-from simpletuner_segckpt.estimator.records import Work
-from simpletuner_segckpt.estimator.tracing import trace
-from simpletuner_segckpt.estimator.values import KnownValues
-from simpletuner_segckpt.measure import SavedBytes
-from simpletuner_segckpt.settings import load_settings
+from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.estimator.predict.modes import planned
+from simpletuner_segckpt.estimator.predict.peak import compose, spans_of
+from simpletuner_segckpt.estimator.profile import cuda
+from simpletuner_segckpt.estimator.profile import fake_tensors as fakes
+from simpletuner_segckpt.estimator.profile.cuda import CudaSemantics
+from simpletuner_segckpt.estimator.profile.known_values import KnownValues
+from simpletuner_segckpt.estimator.profile.ledger import Ledger
+from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.profile.recorder import loss_of
+from simpletuner_segckpt.estimator.profile.records import Work
+from simpletuner_segckpt.estimator.profile.trace import trace
+from simpletuner_segckpt.estimator.workload import build as building
+from simpletuner_segckpt.verify.memory import SavedBytes
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -47,7 +50,7 @@ OFFLOAD = keys(interval=2, segment_stride=4, offload_attention=True)
 
 def composed(found, family, config):
     report = planned(found, family, load_settings(config))
-    return compose(found, units_of(found, report.stacks))
+    return compose(found, spans_of(found, report.stacks))
 
 
 FFN_OFFLOAD = keys(backend="unsloth-ffn", offload_attention=True)

@@ -9,12 +9,12 @@ from torch import nn
 from training import REGISTRY, add_lora, keys, set_dropout
 
 import simpletuner_segckpt
-from simpletuner_segckpt.links import Link
-from simpletuner_segckpt.prove import counted, step
-from simpletuner_segckpt.report import UNITS
-from simpletuner_segckpt.schedule import make_schedules
-from simpletuner_segckpt.stacks import blocks_of, matching, units_of
-from simpletuner_segckpt.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.engine.links import Link
+from simpletuner_segckpt.model.stacks import blocks_of, matching, units_of
+from simpletuner_segckpt.model.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.schedules.report import UNITS
+from simpletuner_segckpt.schedules.schedule import make_schedules
+from simpletuner_segckpt.verify.step import counted, step
 
 SCHEDULES = [(1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None)]
 FOUNDATION = {

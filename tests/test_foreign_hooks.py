@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
 from simpletuner_segckpt import RecomputeError, SegmentBroken, UnsupportedModel
-from simpletuner_segckpt.prove import SEED, counted, loss_of, step
+from simpletuner_segckpt.verify.step import SEED, counted, loss_of, step
 
 KINDS = [WithDoor, Doorless]
 WHEN = ["before", "after", "segmented"]  # apply() comes before, after, or two steps ago
@@ -737,7 +737,7 @@ def test_a_buffer_that_is_too_large_to_be_copied(monkeypatch, caplog):
             super().build(depth)
             self.blocks = nn.ModuleList(Counting() for _ in range(depth))
 
-    monkeypatch.setattr("simpletuner_segckpt.repeat.COPIED", WIDTH - 1)
+    monkeypatch.setattr("simpletuner_segckpt.recompute.state.COPIED", WIDTH - 1)
     model, inputs = toy(Counted)
     simpletuner_segckpt.apply(model, keys(1))
     for _ in range(2):

@@ -15,7 +15,7 @@ from toys import WIDTH, Block, Doorless, WithDoor, Wrapper, toy
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.prove import counted, step
+from simpletuner_segckpt.verify.step import counted, step
 
 KINDS = [WithDoor, Doorless]
 WIDE = (range(0, 2), range(2, 4), range(4, 6))
@@ -619,7 +619,7 @@ def test_a_copy_of_one_block_is_a_plain_block():
     assert len(pickle.dumps(model.blocks[0])) < size + 100
     for twin in (copy.deepcopy(model.blocks[0]), pickle.loads(pickle.dumps(model.blocks[0]))):
         assert type(twin) is Block
-        assert "_segckpt_door" not in twin.__dict__
+        assert "_segckpt_receiver" not in twin.__dict__
 
 
 # Two schedules on one model.

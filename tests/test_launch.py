@@ -14,8 +14,9 @@ import torch.utils.checkpoint
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from simpletuner_segckpt import ConfigError, launch
-from simpletuner_segckpt.launching import ENABLERS
+from simpletuner_segckpt import ConfigError
+from simpletuner_segckpt.commands import launch
+from simpletuner_segckpt.install.enablers import ENABLERS
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples/launch/train_lora.py"

@@ -19,8 +19,8 @@ from toys import Doorless, WithDoor, toy
 from training import add_lora, keys, model_and_inputs, set_dropout
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import SavedBytes
-from simpletuner_segckpt.prove import counted, loss_of, step
+from simpletuner_segckpt.verify.memory import SavedBytes
+from simpletuner_segckpt.verify.step import counted, loss_of, step
 
 STACKS = ["transformer_blocks", "single_transformer_blocks"]
 PLAN = (range(0, 2), range(4, 5))  # of 5 blocks with interval 2 and stride 4

@@ -13,8 +13,8 @@ from toys import Doorless, WithDoor, toy
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import LiveBytes
-from simpletuner_segckpt.prove import loss_of, step
+from simpletuner_segckpt.verify.memory import LiveBytes
+from simpletuner_segckpt.verify.step import loss_of, step
 
 
 @pytest.fixture

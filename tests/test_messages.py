@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner_segckpt import SegmentBroken, UnsupportedModel
-from simpletuner_segckpt.findings import RULES, WARNINGS
+from simpletuner_segckpt.messages.findings import RULES, WARNINGS
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def test_the_page_has_every_code_in_order():
 
 def test_every_code_of_a_warning_is_used():
     source = "\n".join(
-        path.read_text("utf-8") for path in (PACKAGE / "simpletuner_segckpt").glob("*.py")
+        path.read_text("utf-8") for path in (PACKAGE / "simpletuner_segckpt").rglob("*.py")
     )
     for name, _ in WARNINGS.values():
         assert source.count(f'"{name}"') >= 2, name  # in the table, and where it is said

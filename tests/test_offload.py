@@ -11,11 +11,11 @@ from accelerators import FakeAccelerator, no_copy_is_late
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt import offload
-from simpletuner_segckpt.accelerator import Accelerator
-from simpletuner_segckpt.offload import MOST_LEAVING, HostMemory, Offload, Stored
-from simpletuner_segckpt.pinned import BufferPool
-from simpletuner_segckpt.prove import loss_of, step
+from simpletuner_segckpt.offload import saved_tensors as offload
+from simpletuner_segckpt.offload.buffers import BufferPool
+from simpletuner_segckpt.offload.device import Accelerator
+from simpletuner_segckpt.offload.saved_tensors import MOST_LEAVING, HostMemory, Offload, Stored
+from simpletuner_segckpt.verify.step import loss_of, step
 
 OFFLOAD = {"gradient_checkpointing_offload_attention": True}
 PREFETCH = {**OFFLOAD, "gradient_checkpointing_offload_prefetch": True}

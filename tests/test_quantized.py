@@ -15,7 +15,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, q
 from training import keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.prove import SEED, counted, step
+from simpletuner_segckpt.verify.step import SEED, counted, step
 
 PLAN = (range(0, 2), range(4, 5))  # of 5 blocks with interval 2 and stride 4
 CALLS = Counter({0: 2, 1: 2, 2: 1, 3: 1, 4: 2})

@@ -11,9 +11,9 @@ from training import family, keys
 
 import simpletuner_segckpt
 from simpletuner_segckpt import Family, FamilyError, FamilyRegistry, UnknownFamily
-from simpletuner_segckpt import registry as registry_module
-from simpletuner_segckpt.prove import step
-from simpletuner_segckpt.validate import main
+from simpletuner_segckpt.commands.validate import main
+from simpletuner_segckpt.families import registry as registry_module
+from simpletuner_segckpt.verify.step import step
 
 CONDITION = """
 [[conditions]]

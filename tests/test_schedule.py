@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpletuner_segckpt.schedule import Schedule, make_schedule, make_schedules
+from simpletuner_segckpt.schedules.schedule import Schedule, make_schedule, make_schedules
 
 blocks = st.integers(0, 80)
 intervals = st.integers(1, 12)

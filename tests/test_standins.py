@@ -14,10 +14,10 @@ from training import REGISTRY, family, keys
 
 import simpletuner_segckpt
 from simpletuner_segckpt import ConfigError, Family
-from simpletuner_segckpt.native_facts import COVERAGES, MEANINGS, native_report
-from simpletuner_segckpt.planning import make_report
-from simpletuner_segckpt.prove import step
-from simpletuner_segckpt.settings import load_settings
+from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.schedules.own_setters import COVERAGES, MEANINGS, native_report
+from simpletuner_segckpt.schedules.report import make_report
+from simpletuner_segckpt.verify.step import step
 
 WITHOUT_CLASS = [described for described in REGISTRY if not described.tiny]
 

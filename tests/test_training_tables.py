@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from simpletuner_segckpt.errors import FamilyError, WorkloadError
-from simpletuner_segckpt.estimator import building, fakes, shapes
-from simpletuner_segckpt.estimator.cuda import CudaSemantics
-from simpletuner_segckpt.estimator.profiling import profile
-from simpletuner_segckpt.estimator.values import KnownValues
-from simpletuner_segckpt.estimator.workload import Workload
-from simpletuner_segckpt.family import matches
-from simpletuner_segckpt.registry import read_family
+from simpletuner_segckpt.estimator.profile import fake_tensors as fakes
+from simpletuner_segckpt.estimator.profile.cuda import CudaSemantics
+from simpletuner_segckpt.estimator.profile.known_values import KnownValues
+from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.workload import build as building
+from simpletuner_segckpt.estimator.workload import shapes
+from simpletuner_segckpt.estimator.workload.workload import Workload
+from simpletuner_segckpt.families.registry import read_family
+from simpletuner_segckpt.families.schema import matches
+from simpletuner_segckpt.messages.errors import FamilyError, WorkloadError
 
 BLOCKS = {
     "hidream": 64,  # all: the model names a text layer for each block

@@ -43,7 +43,7 @@ from transformers import (
 )
 
 import simpletuner_segckpt
-from simpletuner_segckpt.prove import counted, step
+from simpletuner_segckpt.verify.step import counted, step
 
 SIZES = {
     "vocab_size": 50,

@@ -10,9 +10,9 @@ from toys import WithDoor, toy
 from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import SavedBytes
-from simpletuner_segckpt.prove import step
-from simpletuner_segckpt.report import UNITS
+from simpletuner_segckpt.schedules.report import UNITS
+from simpletuner_segckpt.verify.memory import SavedBytes
+from simpletuner_segckpt.verify.step import step
 
 MICRO_BLOCKS = {
     "ResnetBlock2D",

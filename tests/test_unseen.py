@@ -11,8 +11,8 @@ from training import keys
 
 import simpletuner_segckpt
 from simpletuner_segckpt import SegmentBroken
-from simpletuner_segckpt.prove import counted, step
-from simpletuner_segckpt.schedule import make_schedules
+from simpletuner_segckpt.schedules.schedule import make_schedules
+from simpletuner_segckpt.verify.step import counted, step
 
 KINDS = [WithDoor, Doorless]
 PLAN = (range(0, 2), range(2, 4), range(4, 6))

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS, TRAINER_KEYS
 
-from simpletuner_segckpt.findings import RULES
-from simpletuner_segckpt.validate import FORMATS, main
+from simpletuner_segckpt.commands.validate import FORMATS, main
+from simpletuner_segckpt.messages.findings import RULES
 
 INTERVAL = "gradient_checkpointing_interval"
 BACKEND = "gradient_checkpointing_backend"
@@ -448,7 +448,7 @@ def test_a_command_line_that_cannot_run(validate, options):
 def test_output_that_cannot_be_written(validate, tmp_path):
     validate({"model_family": "flux", INTERVAL: 2})
     command = f"{sys.executable} -m simpletuner_segckpt.validate config.json"
-    other = f"{sys.executable} -m simpletuner_segckpt.families"
+    other = f"{sys.executable} -m simpletuner_segckpt.commands families"
     ways = (">/dev/full", ">&-", "2>&- >&-")
     for shell in (f"{program} {way}" for program in (command, other) for way in ways):
         done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=tmp_path)
@@ -466,7 +466,7 @@ def test_every_rule_is_used():
     source = "".join(
         path.read_text()
         for folder in ("simpletuner_segckpt", "config_schema")
-        for path in (root / folder).glob("*.py")
+        for path in (root / folder).rglob("*.py")
         if path.name != "findings.py"
     )
     assert [name for name, _ in RULES.values() if f'"{name}"' not in source] == []

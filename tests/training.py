@@ -10,9 +10,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import Module
 
 from simpletuner_segckpt import Family, FamilyRegistry
-from simpletuner_segckpt.family import Tiny
-from simpletuner_segckpt.prove import SEED
-from simpletuner_segckpt.tiny import make_inputs, make_model
+from simpletuner_segckpt.families.schema import Tiny
+from simpletuner_segckpt.model.tiny import make_inputs, make_model
+from simpletuner_segckpt.verify.step import SEED
 
 REGISTRY = FamilyRegistry.shipped()
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from functools import cache
 
-from simpletuner_segckpt.estimator.profiling import profile
-from simpletuner_segckpt.estimator.workload import Workload
-from simpletuner_segckpt.registry import FamilyRegistry
+from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.workload.workload import Workload
+from simpletuner_segckpt.families.registry import FamilyRegistry
 
 REGISTRY = FamilyRegistry.shipped()
 

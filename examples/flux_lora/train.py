@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import simpletuner_segckpt
-from simpletuner_segckpt.measure import LiveBytes
+from simpletuner_segckpt.verify.memory import LiveBytes
 
 LATENT_SIDE, TEXT_TOKENS, TEXT_WIDTH = 20, 32, 64
 

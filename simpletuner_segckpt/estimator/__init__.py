@@ -1,6 +1,6 @@
 """Peak memory, recompute and step time of a schedule, for the real model, without a GPU.
 
-``workload`` says what is trained, ``building`` makes the model without memory, ``profiling`` runs
-its blocks, ``composing`` adds up a schedule from them, ``modes`` lists schedules and ``tracing``
-runs a whole step as the check. CONTRIBUTING.md lists the other modules.
+``workload`` reads what is trained and builds it, ``profile`` runs one step of it without memory and
+each kind of block alone, ``predict`` adds up a schedule from that, searches schedules and says how
+long a step takes.
 """

@@ -1,0 +1,1 @@
+"""Predictions beside the published sweep of SimpleTuner's examples, which is data here."""

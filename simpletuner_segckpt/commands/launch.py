@@ -1,0 +1,165 @@
+"""``segckpt launch``: run a training script, unmodified, under the schedule of a config.
+
+    python -m simpletuner_segckpt.launch --config config.json train.py --gradient_checkpointing ...
+    accelerate launch -m simpletuner_segckpt.launch --config config.json train.py ...
+    torchrun --nproc-per-node 2 -m simpletuner_segckpt.launch --config config.json train.py ...
+
+Every model for which the script enables gradient checkpointing gets its schedule. What runs is
+said on standard error, by the first process, which also decides: the exit code is the script's, or
+1 when it ended well but nothing that the config asks for took effect or the schedule was refused,
+or 2 when it could not be started.
+"""
+
+import argparse
+import builtins
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from ..config.file import read_config_file
+from ..config.settings import check_settings
+from ..families.registry import FamilyRegistry
+from ..messages.errors import FamilyError, UsageError
+from ..messages.findings import CODES, printable
+from ..messages.log import logger
+from ..schedules.checked_file import Checked, check_file
+from .output import refuse
+from .printing import print_text
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="segckpt launch",
+        description="Run a training script as it is. Every model for which it enables gradient "
+        "checkpointing gets the schedule of the config.",
+        epilog="exit codes: the script's own; 1 when it ended well but nothing that the config "
+        "asks for took effect, or the config is wrong; 2 could not run",
+    )
+    made.add_argument("--config", required=True, metavar="FILE", help="JSON, TOML or env")
+    made.add_argument(
+        "--text-encoders",
+        action="store_true",
+        help="text encoders get the schedule as well; otherwise every block of theirs is "
+        "recomputed by itself",
+    )
+    made.add_argument(
+        "--families", action="append", default=[], metavar="DIR", help="folder of family files"
+    )
+    made.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    made.add_argument("script", metavar="SCRIPT", help="the training script")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        registry = FamilyRegistry.default(options.families)
+        file = read_config_file(options.config)
+        checked = check_file(file, registry)
+        settings, _ = check_settings(file)
+        if checked.exit_code or settings is None:
+            return _refused(checked, first)
+        start = _module if options.module else _script
+        run = start(options.script, options.arguments)
+    except (FamilyError, UsageError) as error:
+        return refuse("launch", printable(str(error)))
+
+    from ..install.enablers import Refused, scheduled
+
+    with _told(first), scheduled(settings, registry, text_encoders=options.text_encoders) as found:
+        try:
+            run()
+        except Refused as error:
+            return _refused(Checked(options.config, list(error.findings)), first)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        finally:
+            if first:
+                _report(line for model in found.models for line in model.lines())
+        shortfall = found.shortfall() if first else None
+        if shortfall is None:
+            return 0
+        rule, reason = shortfall
+        _report([f"{CODES[rule]} {reason}"])
+        return 1
+
+
+def _refused(checked: Checked, first: bool) -> int:
+    if first:
+        print_text([checked])
+    return checked.exit_code
+
+
+def _report(lines: Iterable[str]) -> None:
+    """Past the logger, which a script's own logging may have turned down or off."""
+    with suppress(OSError, ValueError):  # closed
+        for line in lines:
+            print(f"segckpt: {line}", file=sys.stderr, flush=True)
+
+
+def _script(script: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """Runs a script as Python itself would, as ``__main__`` to the end of the process.
+
+    Raises ``UsageError`` when there is no such file.
+    """
+    if not Path(script).is_file():
+        raise UsageError(f"there is no script {script}")
+    path = os.path.abspath(script)
+    sys.argv = [script, *arguments]
+    if not sys.flags.safe_path:
+        sys.path = [os.path.dirname(path), *sys.path[1:]]
+
+    def run() -> None:
+        main = ModuleType("__main__")
+        loader = SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins)
+        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+        sys.modules["__main__"] = main
+        exec(code, main.__dict__)
+
+    return run
+
+
+def _module(name: str, arguments: Sequence[str]) -> Callable[[], None]:
+    """Runs a module as ``python -m`` would. Raises ``UsageError`` when there is none."""
+    sys.argv = [name, *arguments]
+    if not sys.flags.safe_path:
+        sys.path = [os.getcwd(), *sys.path[1:]]
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UsageError(f"there is no module {name}")
+
+    def run() -> None:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+    return run
+
+
+@contextmanager
+def _told(first: bool) -> Iterator[None]:
+    """What this package says goes to standard error, once for all processes of a run."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("segckpt: %(message)s"))
+    level, propagates = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if first else logging.ERROR)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates

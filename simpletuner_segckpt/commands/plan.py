@@ -1,0 +1,172 @@
+"""``segckpt plan``: the fastest keys that fit into a memory budget, for the real model.
+
+Exit codes: 0 keys found, 1 nothing fits or errors in the config, 2 could not run.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config.edit import write_keys
+from ..config_schema import OWN_KEYS
+from ..estimator.predict.cards import card, cards
+from ..estimator.predict.estimate import MARGIN
+from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, memory, plan_config
+from ..estimator.predict.step_time import time_of
+from ..estimator.profile.records import GIB
+from ..estimator.workload.parse import describe
+from ..families.registry import FamilyRegistry
+from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
+from ..messages.findings import printable
+from .output import command, refuse
+from .printing import print_findings
+from .workload_options import add_workload_options, overrides_of
+
+if TYPE_CHECKING:
+    from ..estimator.predict.search import Found
+
+
+def print_text(plan: BudgetPlan) -> None:
+    print(describe(plan.read))
+    print(
+        f"budget {plan.budget / GIB:.2f} GiB, of which the peak may reach {plan.usable / GIB:.2f} "
+        "(the rest is margin and CUDA context)"
+    )
+    if plan.found:
+        print(_line("fastest that fits", plan.found, plan.none))
+        print(json.dumps(dict(plan.found.keys), indent=4))
+        if plan.next:
+            print(_line("faster, with more memory", plan.next, plan.none))
+            print(f"  {json.dumps(dict(plan.next.keys))}")
+        else:
+            print("nothing that the keys can say is faster")
+    elif plan.least:
+        print(f"nothing fits; {_line('the least that the keys can reach', plan.least, plan.none)}")
+        print(f"  {json.dumps(dict(plan.least.keys))}")
+        for line in advice(plan):
+            print(f"  {line}")
+    for condition in plan.conditions:
+        print(printable(f"note: {condition}"))
+    for line in plan.read.assumed:
+        print(printable(f"note: assumed: {line}"))
+    for line in plan.read.ignored:
+        print(printable(f"note: not modelled: {line}"))
+    print(f"note: times are predictions for {plan.card.title}, not measurements")
+    if plan.found and time_of(plan.found.step, plan.card).launch_bound:
+        print(
+            "note: launching the kernels takes longer there than running them, so the order of "
+            "times comes from the number of kernels, not from FLOPs"
+        )
+
+
+def _line(what: str, found: "Found", none: float) -> str:
+    step = found.step
+    return (
+        f"{what}: peak {step.peak / GIB:.2f} GiB, {found.seconds / none:.2f} times the step "
+        f"without recompute, {100 * step.recomputed_share:.0f}% of the forward recomputed"
+    )
+
+
+def print_json(plan: BudgetPlan) -> None:
+    """Bytes and seconds; ``found``, ``next`` and ``least`` are null where there is none."""
+
+    def entry(found: "Found | None") -> Any:
+        if found is None:
+            return None
+        return {
+            "keys": dict(found.keys),
+            "peak": found.step.peak,
+            "seconds": found.seconds,
+            "against_none": found.seconds / plan.none,
+        }
+
+    document = {
+        "workload": describe(plan.read),
+        "card": plan.card.title,
+        "budget": plan.budget,
+        "usable": plan.usable,
+        "found": entry(plan.found),
+        "next": entry(plan.next),
+        "least": entry(plan.least),
+        "advice": advice(plan) if plan.least else [],
+        "assumed": plan.read.assumed,
+        "not_modelled": plan.read.ignored,
+    }
+    print(json.dumps(document, indent=2))
+
+
+def _share(text: str) -> float:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*%?\s*", text)
+    if not found or float(found[1]) >= 90:
+        raise argparse.ArgumentTypeError(f"{text!r} is no margin; write percent, as 5")
+    return float(found[1]) / 100
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="segckpt plan",
+        description="Find the gradient_checkpointing keys with the least step time whose peak "
+        "memory fits a budget.",
+        epilog="exit codes: 0 keys found, 1 nothing fits or errors in the config, 2 could not run",
+    )
+    add_workload_options(made)
+    made.add_argument(
+        "--budget", type=memory, metavar="24GiB", help="memory of the card; --gpu knows its own"
+    )
+    made.add_argument(
+        "--margin",
+        type=_share,
+        default=MARGIN,
+        metavar="PERCENT",
+        help="of the budget to leave free, beside half a GiB for the CUDA context (default 5)",
+    )
+    made.add_argument(
+        "--write",
+        action="store_true",
+        help="put the keys into the config file; the rest of it stays as it is, byte for byte",
+    )
+    made.add_argument("--output-format", choices=("text", "json"), default="text")
+    return made
+
+
+@command("plan")
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        on = card(options.gpu) if options.gpu else None
+        if options.budget is None and on is None:
+            raise WorkloadError(f"pass --budget, as 24GiB, or --gpu, one of {', '.join(cards())}")
+        if options.write and options.config == "-":
+            raise WorkloadError("--write needs a file, not standard input")
+        plan = plan_config(
+            options.config,
+            options.budget or (on.memory * GIB if on else 0),
+            on=on,
+            margin=options.margin,
+            registry=FamilyRegistry.default(options.families),
+            overrides=overrides_of(options),
+        )
+        backup = None
+        if options.write and plan.found:
+            backup = write_keys(options.config, keys_to_write(plan.found.keys, plan.enabled))
+    except ConfigError as error:
+        return print_findings(options.config, error, options.output_format)
+    except (UnknownFamily, FamilyError, WorkloadError) as error:
+        return refuse("plan", printable(str(error)))
+    (print_json if options.output_format == "json" else print_text)(plan)
+    if options.write and plan.found:
+        said = (
+            f"written to {options.config}, which was saved as {backup}"
+            if backup
+            else (f"{options.config} has these keys already")
+        )
+        print(said, file=sys.stderr)
+        if own := [key for key in OWN_KEYS if key in plan.found.keys]:
+            message = (
+                "not known to SimpleTuner, whose own run refuses a file with them; for apply()"
+            )
+            print(f"{', '.join(own)}: {message}", file=sys.stderr)
+    return 0 if plan.found else 1

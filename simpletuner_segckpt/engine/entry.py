@@ -1,0 +1,378 @@
+"""Where a model's loop hands its blocks to this package, and the two ends of each forward.
+
+diffusers models ask ``self._gradient_checkpointing_func(block, *args)`` to run each block, and
+``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` is the public way to supply
+that function: here, a :class:`CheckpointEntry`. A forward pre-hook plans how the blocks of this
+forward run, an always-called forward hook ends it. Where a loop must not or cannot ask its
+checkpoint function, the blocks themselves lead their calls here (see ``model.interception``).
+
+Between two forwards an entry keeps no activation alive. A copy of the model has an entry of its
+own: deep copies and pickles are independent.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from ..messages.log import logger
+from ..model.compiled import AS_A_WHOLE, NO_SEGMENTS, try_oldest_first
+from ..model.flags import SWITCH, CheckpointFlags, described
+from ..model.interception import RECEIVER, intercept, original_call, release
+from ..model.kv_cache import cache_makers
+from ..model.stacks import blocks_of
+from ..private.of_torch import inside_checkpoint, pytree
+from ..recompute.backend import plainly
+from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
+from ..schedules.conditions import Condition
+from ..schedules.effect import Effect
+from ..schedules.history import History
+from ..schedules.report import Report
+from .forward import Forward
+from .planner import ForwardPlanner
+from .runs import recomputable
+from .watched import WatchedTensor, plain_tree
+
+# The forwards that run in a thread, outermost first: the frame that each runs in, and its record
+# (None: not a training forward).
+Running = list[tuple[FrameType, Forward | None]]
+
+
+class CheckpointEntry:
+    """The checkpoint function of a model that has a schedule, and its hooks.
+
+    report: what is installed on the model.
+    forwards: says how the blocks of each forward run.
+    parameters: names of the parameters of the model's ``forward``.
+    flags: the modules that ask for a checkpoint function.
+    gap_blocks: for calls that are compiled, which find their place by identity.
+    intercepts: whether calls come from the blocks themselves, so that the loop must not ask.
+    parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
+    """
+
+    def __init__(
+        self,
+        report: Report,
+        forwards: ForwardPlanner,
+        parameters: Sequence[str],
+        flags: CheckpointFlags,
+        *,
+        gap_blocks: Iterable[Module] = (),
+        intercepts: bool = False,
+        parts: Mapping[str, Mapping[SubmoduleKind, Sequence[str]]] | None = None,
+    ):
+        self.report = report
+        self.forwards = forwards
+        self.backend = forwards.backend
+        self.messages = forwards.messages
+        self.parameters = tuple(parameters)
+        self.flags = flags
+        self.intercepts = intercepts
+        self.parts = dict(parts or {})
+        # Why checkpointing stays switched off, if it does.
+        self.off = next((str(condition) for condition in report.conditions if condition.off), "")
+        self.on = False  # whether the last forward was to recompute
+        self.effect: Effect | None = None
+        self.history = History()
+        self.handles: list[RemovableHandle] = []
+        self.gap_blocks = list(gap_blocks)
+        self._compiled_on = False  # of the forward that is being traced
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        # By thread.
+        self._running: dict[int, Running] = {}
+        # The model and the shallow copies of it that regional compilation makes.
+        self._models: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._oldest_first = try_oldest_first(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_this_process = ("_running", "_models", "_oldest_first")
+        return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_anew()
+
+    @property
+    def last_effect(self) -> Effect | None:
+        """What the last training forward did; of one in a compiled graph, that it was one."""
+        if self.effect is None and self._compiled_on:
+            return Effect((), (self._compiled,))
+        return self.effect
+
+    @property
+    def _compiled(self) -> Condition:
+        reasons = [AS_A_WHOLE, *self._lost_when_compiled()]
+        return Condition("model", "torch.compile", "; ".join(reasons))
+
+    def _lost_when_compiled(self) -> Iterator[str]:
+        """Why something that was planned does not happen in a model that is one graph."""
+        segmented = (s for s in self.forwards.stacks if s.strategy == "segmented")
+        if any(len(segment) > 1 for stack in segmented for segment in stack.segments):
+            yield NO_SEGMENTS
+        if self.backend.moves:
+            yield "nothing is moved to CPU memory"
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def say_compiled(self) -> bool:
+        """Say what is lost; called by the compiler itself, since a traced forward cannot."""
+        if any(self._lost_when_compiled()):
+            self.messages.warn("compiled", str(self._compiled))
+        return True
+
+    # Called from the model's loop.
+
+    def __call__(self, block: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run ``block``, or hand on what its segment returned."""
+        owner = getattr(block, "__self__", None)
+        if isinstance(owner, Module) and block.__func__ in (type(owner).__call__, Module.__call__):
+            block = owner  # some models hand over `block.__call__`
+        if torch.compiler.is_compiling():
+            # A traced call keeps no books, so nothing can be proven: block by block.
+            call = original_call(block)
+            if self.forwards.config.feed_forward_only or any(
+                gap is block for gap in self.gap_blocks
+            ):
+                return call(*args, **kwargs)
+            return self.backend.in_graph(call, *args, **kwargs)
+        forward = self._forward
+        if forward is not None:
+            return forward.call_block(block, args, kwargs)
+        if inside_checkpoint() or self.forwards.trying_out:
+            return block(*args, **kwargs)  # of a block that asks for it once more
+        self.messages.warn(
+            "past-the-hooks",
+            "the model's forward was entered past its hooks (was `.forward` called directly?); "
+            "every block runs as one that is covered, by itself",
+        )
+        self.history.past_the_hooks += 1
+        self.history.recomputed = True
+        wrappers = self.backend.begin()
+        result = wrappers.covered(recomputable(block), *args, **kwargs)
+        if wrappers.offload is not None:
+            wrappers.offload.finish()
+        return result
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether a call of an intercepted block is to come through here."""
+        if torch.compiler.is_compiling():
+            return self._compiled_on and torch.is_grad_enabled()
+        # A block that the model itself runs under a checkpoint call is left to that.
+        forward = self._forward
+        return forward is not None and inside_checkpoint() == forward.inside_checkpoint
+
+    @property
+    def _forward(self) -> Forward | None:
+        """The record of the training forward that runs in this thread."""
+        running = self._running.get(threading.get_ident())
+        return running[-1][1] if running else None
+
+    # Hooks of the model.
+
+    def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: decide how the blocks of this forward run."""
+        if torch.compiler.is_compiling():
+            self._prepare_compiled(module)
+            return
+        running = self._running.get(threading.get_ident(), [])
+        while running and not _is_live(running[-1][0]):
+            # Ended by a KeyboardInterrupt, for which torch calls no hook.
+            interrupted = self._end(module, running)
+            if interrupted is not None:
+                interrupted.abandon()
+        forward = None
+        arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
+        if torch.is_grad_enabled():
+            self.on = self._enabled(module)
+            forward = self.forwards.plan(module, arguments) if self.on else None
+        else:
+            self.history.without_gradients += 1
+        running.append((sys._getframe(1), forward))
+        self._running[threading.get_ident()] = running
+        if forward is not None and self.intercepts:
+            self.flags.switch(module, False)  # until close: the loop takes its plain branch
+
+    def say_cache_is_off(self) -> None:
+        """A part of the model wanted a KV cache (see ``cache``)."""
+        if not torch.compiler.is_compiling():
+            self.messages.warn(
+                "no-cache",
+                "use_cache is off while gradient checkpointing trains: "
+                "recompute would fill it again",
+            )
+
+    def close(self, module: Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
+        if torch.compiler.is_compiling():
+            if self.intercepts and self._compiled_on:
+                self.flags.switch(module, True)
+            return None
+        running = self._running.get(threading.get_ident())
+        if not running:
+            return None  # installed while this forward ran
+        forward = self._end(module, running)
+        if forward is None:
+            return None
+        if output is None:
+            forward.abandon()
+            return None
+        forward.finish()
+        self.effect = forward.effect()
+        self.forwards.learn(forward)
+        self.history.add(self.effect)
+        if self.history.trained == 1:
+            self._say_first(module)
+        kept = any(isinstance(leaf, WatchedTensor) for leaf in pytree.tree_leaves(output))
+        return plain_tree(output) if kept else None
+
+    # What they need.
+
+    def _end(self, module: Module, running: Running) -> Forward | None:
+        """Take the innermost forward off this thread's list."""
+        forward = running.pop()[1]
+        if not running:
+            self._running.pop(threading.get_ident(), None)
+        if forward is not None and self.intercepts and not self._any_running():
+            self.flags.switch(module, True)
+        return forward
+
+    def _enabled(self, module: Module) -> bool:
+        """Whether the trainer wants checkpointing now; takes back what was put over ours."""
+        paused = self.intercepts and self._any_running()
+        wanted = self.flags.is_on(module)
+        if self.off and self.flags.names and wanted:
+            self.messages.warn("off-again", f"gradient checkpointing is off again: {self.off}")
+            self.flags.switch(module, False)
+        if self.off or not (wanted or paused):
+            reason = self.off or "it was switched off on the model"
+            self.effect = Effect((), (Condition("model", SWITCH, reason, off=True),))
+            self.history.switched_off += 1
+            return False
+        if module not in self._models:
+            self._models.add(module)
+        self.intercept(module)
+        self.intercept_submodules(module)
+        if not self.flags.has_function(module, self):
+            self.claim(module)
+        return True
+
+    def _say_first(self, module: Module) -> None:
+        """What the first training forward did, and what it proved for those that follow."""
+        lines = [
+            f"first training forward of {type(module).__name__}",
+            *str(self.effect).split("\n"),
+        ]
+        for path, proof in self.forwards.proofs.items():
+            lines.append(f"{path}, from the next one on:")
+            lines.append(f"  {proof.schedule}")
+        logger.info("%s", "\n  ".join(lines))
+
+    def _any_running(self) -> bool:
+        """Whether a training forward of the model runs in any thread."""
+        for ident in self._running.keys() - {thread.ident for thread in threading.enumerate()}:
+            del self._running[ident]  # of a thread that was ended in the middle of one
+        return any(record for running in list(self._running.values()) for _, record in running)
+
+    def _prepare_compiled(self, module: Module) -> None:
+        """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
+        self.on = self._compiled_on = not self.off and self.flags.is_on(module)
+        self.effect = None  # see ``last_effect``
+        if self._compiled_on and torch.is_grad_enabled():
+            self.history.compiled = True
+            self.say_compiled()
+        if self.flags.is_on(module):
+            # An intercepting entry is reached by the loop's plain branch, until close.
+            self.flags.switch(module, self._compiled_on and not self.intercepts)
+            self.flags.set_function(module, self)
+
+    # How apply() and remove() change the model.
+
+    def attach(self, module: Module) -> None:
+        """Be what the loops of ``module`` go through, or keep its checkpointing off."""
+        if self.off:
+            self.flags.switch(module, False)
+        else:
+            self.claim(module)
+            self.intercept(module)
+            self.intercept_submodules(module)
+            if self.intercepts:
+                self.flags.switch(module, True)
+            else:
+                enable: Any = module.enable_gradient_checkpointing
+                enable(gradient_checkpointing_func=self)
+        self.handles = [
+            module.register_forward_pre_hook(self.open, with_kwargs=True),
+            module.register_forward_hook(self.close, always_call=True),
+        ]
+        for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
+            self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def claim(self, module: Module) -> None:
+        """Be the checkpoint function of ``module``."""
+        if self.flags.is_uneven(module):
+            self.messages.warn(
+                "replaced",
+                "checkpointing was switched on for some of the model's layers only "
+                "(every_n_layers?); the schedule takes its place",
+            )
+        for function in self.flags.set_function(module, self):
+            self.messages.warn(
+                "replaced",
+                f"the checkpoint function {described(function)} that was set on the model is "
+                "replaced by the schedule",
+            )
+
+    def intercept(self, module: Module) -> None:
+        """Lead the calls of the blocks of ``module`` here.
+
+        In every forward: a compiler or FSDP may have put a wrapper around them.
+        """
+        for stack in self.forwards.stacks if self.intercepts else ():
+            intercept(blocks_of(module, stack.path), self)
+
+    def intercept_submodules(self, module: Module) -> None:
+        """Have the parts of the blocks run as the block around them wants it.
+
+        In every forward: an adapter or a compiler may have put something else in their place.
+        """
+        for stack in self.forwards.stacks:
+            for kind, paths in self.parts.get(stack.path, {}).items():
+                for index, block in enumerate(blocks_of(module, stack.path)):
+                    recomputed = self.forwards.config.feed_forward_only and index in stack.covered
+                    part = SubmoduleHook(kind, self, recomputed and kind == "feed_forward")
+                    intercept_submodules(block, paths, part)
+
+    def feed_forward(self, call: CallWrapper, *args: Any, **kwargs: Any) -> Any:
+        """Run a feed-forward that is recomputed by itself, in a graph that is being traced."""
+        return (self.backend.in_graph if self.on else plainly)(call, *args, **kwargs)
+
+    def detach(self, module: Module) -> None:
+        """Leave ``module``, and every copy of it that shared this entry, as it was before."""
+        for handle in self.handles:
+            handle.remove()
+        for model in {module, *self._models}:
+            # Not by their paths: an adapter may have been put around a part since.
+            release(module for module in model.modules() if self._leads_here(module))
+            self.flags.restore(model)
+        self.backend.close()
+        self._oldest_first()
+
+    def _leads_here(self, module: Module) -> bool:
+        way = module.__dict__.get(RECEIVER)
+        return way is self or (isinstance(way, SubmoduleHook) and way.owner is self)
+
+
+def _is_live(frame: FrameType) -> bool:
+    """Whether ``frame`` is one of those that are running in this thread."""
+    running: FrameType | None = sys._getframe(1)
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is not None

@@ -1,0 +1,230 @@
+"""How the blocks of a training forward run, and what each forward shows for those that follow."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.nn import Module
+
+from ..config_schema import CheckpointingConfig
+from ..messages.log import Messages
+from ..model.compiled import too_old
+from ..model.foreign_hooks import model_conditions, refuse_hooks, swap_manager
+from ..model.fsdp import are_sharded, recompute_fault
+from ..model.stacks import blocks_of
+from ..model.wrappers import is_compiled, recomputes_itself
+from ..private.of_torch import inside_checkpoint
+from ..recompute.backend import Backend, BlockWrappers
+from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, call_conditions
+from ..schedules.effect import shortfalls
+from ..schedules.report import UNITS, StackReport
+from ..schedules.schedule import Schedule, make_schedules
+from .forward import Forward
+from .platform import Platform
+from .proof import BoundStack, Proof
+from .recording import RecordingRun
+from .runs import StackRun, UnitsRun
+from .segmented import SegmentedRun
+
+# What tells one shape of call from another: its arguments, by presence.
+CallShape = tuple[Any, ...]
+
+
+class ForwardPlanner:
+    """Decides, before each training forward of one model, how its blocks run.
+
+    conditions: arguments of the forward that force per-block.
+    carried: what the family says is carried in each stack; None when no family describes it.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[StackReport],
+        config: CheckpointingConfig,
+        conditions: Sequence[Condition] = (),
+        carried: Mapping[str, Mapping[str, int]] | None = None,
+        platform: Platform | None = None,
+    ):
+        self.stacks = tuple(stack for stack in stacks if stack.path != UNITS)
+        counted = (stack.schedule for stack in stacks if stack.path == UNITS)
+        self.units = next(counted, Schedule(0, ()))
+        self.config = config
+        self.messages = Messages()
+        self.platform = platform or Platform()
+        self.backend = Backend(config, self.platform.accelerator())
+        named = {condition.name for condition in conditions}
+        general = (c for c in CALL_CONDITIONS if c.name not in named)
+        self.conditions = (*conditions, *general)
+        self.described = carried is not None
+        self.carried = dict(carried or {})
+        self._ran: set[str] = set()  # paths of the stacks that have run
+        self.trying_out = False  # whether segments are, which asks no block to be recomputed
+        self._proven: dict[tuple[CallShape, str], Proof] = {}
+
+    @property
+    def proofs(self) -> dict[str, Proof]:
+        """By stack path, what the latest recorded forward showed."""
+        return {path: proof for (_, path), proof in self._proven.items()}
+
+    def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
+        """How the blocks of a training forward with these arguments run."""
+        conditions = call_conditions(self.conditions, arguments, module)
+        inside = inside_checkpoint()
+        if inside:
+            reason = "the whole model runs inside another checkpoint call"
+            conditions.append(Condition("call", "torch.utils.checkpoint", reason))
+        if manager := swap_manager(module):
+            conditions.append(manager)
+        shape = call_shape(arguments, module.training)
+        if fault := recompute_fault(module):
+            self.messages.warn("sharded", fault)
+        wrappers = self.backend.begin()
+        runs = [self._run(module, s, wrappers, conditions, shape) for s in self.stacks]
+        # Units have no feed-forward of their own.
+        interval = 0 if self.config.feed_forward_only else self.config.interval
+        units = UnitsRun(
+            self.units,
+            wrappers.covered,
+            self.platform,
+            interval,
+            self.config.stride or self.config.interval,
+        )
+        return Forward(runs, units, conditions, inside, wrappers.offload)
+
+    def _run(
+        self,
+        module: Module,
+        planned: StackReport,
+        wrappers: BlockWrappers,
+        conditions: Sequence[Condition],
+        shape: CallShape,
+    ) -> StackRun:
+        blocks = blocks_of(module, planned.path)
+        carried = self.carried.get(planned.path, {})
+        stack = BoundStack(
+            planned.path,
+            planned.schedule,
+            blocks,
+            wrappers.covered,
+            self.platform,
+            wrappers.gap,
+            carried,
+        )
+        found = [str(c) for c in conditions if c.concerns(planned.path)]
+        if len(blocks) != planned.blocks:
+            changed = (
+                f"it has {len(blocks)} blocks now and had {planned.blocks} when the schedule was "
+                "installed; call apply() again"
+            )
+            self.messages.warn("blocks-changed", f"{planned.path}: {changed}")
+            found.append(changed)
+        if itself := [k for k, block in enumerate(blocks) if recomputes_itself(block)]:
+            which = f"blocks {' '.join(map(str, itself))}"
+            reason = f"{which} recompute themselves: FSDP's activation checkpointing wraps them"
+            message = f"{planned.path}: {reason}, and the schedule leaves them out"
+            self.messages.warn("left-to-others", message)
+            return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
+        refuse_hooks(planned, blocks)
+        if planned.strategy == "segmented" and not found:
+            found += map(str, model_conditions(planned.path, blocks))
+        if found and planned.strategy == "segmented":
+            self._say_per_block(planned.path, found[0])
+        if found or planned.strategy != "segmented":
+            return StackRun(stack, found[0] if found else planned.reason)
+        key = shape, planned.path
+        proof = self._proven.get(key)
+        if proof is None:
+            if not self.described and self._proven_once(planned.path) and are_sharded(blocks):
+                # Other ranks may know this shape of call already, and would not try it out: each
+                # would wait for the other's all-gathers.
+                reason = "a new shape of call cannot be tried out in segments on sharded blocks"
+                self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
+                return StackRun(stack, reason)
+            return RecordingRun(stack, shape, replay=not self.described)
+        if proof.reason:
+            self._say_per_block(planned.path, proof.reason)
+        stack = replace(stack, schedule=proof.schedule)
+        return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
+
+    def learn(self, forward: Forward) -> None:
+        """What this forward showed for those that follow."""
+        planned = {stack.path: stack for stack in self.stacks}
+        for run in forward.runs:
+            if run.cached and NOT_RECOMPUTED not in run.reason:
+                self.messages.warn("no-cache", f"{run.stack.path}: {NOT_RECOMPUTED}")
+            if run not in forward.reached:
+                self.messages.warn(
+                    "not-reached",
+                    f"{run.stack.path} was not reached: this forward did not run its blocks, or "
+                    "not through the checkpoint function, so nothing of it is recomputed",
+                )
+            elif isinstance(run, RecordingRun):
+                self.trying_out = True
+                try:
+                    self._proven[run.shape, run.stack.path] = run.proof()
+                finally:
+                    self.trying_out = False
+            self._say_shortfalls(planned[run.stack.path], run)
+        if not self.stacks and "attention" in self.config.keep:
+            only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+            self._say_shortfalls(only_units, forward.units)
+        counts = {stack.path: stack.blocks for stack in self.stacks}
+        units = len(forward.units.spans)
+        if units and units != self.units.blocks and not self.config.feed_forward_only:
+            # Modules that run more than once count each time.
+            self.units = self._schedules(counts | {UNITS: units})[UNITS]
+        reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
+        if not self.described and not self._ran.issuperset(stack.path for stack in reached):
+            self._in_order(reached)
+
+    def _in_order(self, reached: Sequence[StackReport]) -> None:
+        """Schedule again: stacks ran that had not run before.
+
+        What keep_last keeps goes by execution order, which nobody described, and lists that only
+        looked like stacks must not use it up.
+        """
+        before = [s for s in self.stacks if s.path in self._ran and s not in reached]
+        ran = (*before, *reached)
+        self._ran = {stack.path for stack in ran}
+        schedules = self._schedules({stack.path: stack.blocks for stack in ran})
+        if any(stack.schedule != schedules[stack.path] for stack in ran):
+            self._proven.clear()
+        scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
+        self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
+
+    def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
+        config = self.config
+        return make_schedules(counts, config.interval, config.stride, config.keep_last)
+
+    def _proven_once(self, path: str) -> bool:
+        """Whether any shape of call is known for the stack at ``path``."""
+        return any(known == path for _, known in self._proven)
+
+    def _distrust(self, key: tuple[CallShape, str], planned: StackReport, reason: str) -> None:
+        """Segments were wrong for this shape of call: no more of them."""
+        boundaries = [reason] * (planned.blocks - 1)
+        self._proven[key] = Proof.of(planned.schedule, boundaries)
+
+    def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
+        compiled = [index for index, block in enumerate(run.stack.blocks) if is_compiled(block)]
+        if compiled and (fault := too_old()):
+            self.messages.warn("compiled", f"{run.stack.path}: {fault}")
+        moves = self.backend.moves
+        for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
+            self.messages.warn("nothing-inside", f"{run.stack.path}: {shortfall}")
+
+    def _say_per_block(self, path: str, reason: str) -> None:
+        self.messages.warn("block-by-block", f"{path} runs block by block: {reason}")
+
+
+def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:
+    """The names of the arguments that are given, with flags and the keys of dicts."""
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple(sorted(map(str, value)))
+        return value if isinstance(value, bool) else None
+
+    given = ((name, mark(value)) for name, value in arguments.items() if value is not None)
+    return (training, *sorted(given, key=lambda item: item[0]))

@@ -1,0 +1,56 @@
+"""What is known of the boundaries between the blocks of a stack, and what segments that allows.
+
+Nothing is believed that was not seen: a boundary is a ``Link``, or the reason why it is none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from torch.nn import Module
+
+from ..recompute.backend import plainly
+from ..recompute.submodules import CallWrapper
+from ..schedules.schedule import Schedule
+from .links import Link
+from .platform import Platform
+
+# What is known of a boundary between two blocks: how to cross it, or why a segment cannot.
+Boundary = Link | str
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStack:
+    """The blocks of one stack, and how they run where they are covered and in the gaps."""
+
+    path: str
+    schedule: Schedule
+    blocks: Sequence[Module]
+    covered: CallWrapper
+    platform: Platform
+    gap: CallWrapper = plainly
+    carried: Mapping[str, int] = field(default_factory=dict)
+    """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the record of one forward allows: the schedule, cut where a boundary is no link.
+
+    ``reason`` says why it was cut inside a segment, if it was.
+    """
+
+    schedule: Schedule
+    boundaries: tuple[Boundary, ...]
+    reason: str = ""
+
+    @classmethod
+    def of(cls, schedule: Schedule, boundaries: Sequence[Boundary]) -> "Proof":
+        broken = {k: boundary for k, boundary in enumerate(boundaries) if isinstance(boundary, str)}
+        inside = [k for segment in schedule.segments for k in segment[:-1] if k in broken]
+        reason = broken[inside[0]] if inside else ""
+        return cls(schedule.cut(frozenset(broken)), tuple(boundaries), reason)
+
+    def links(self, segment: range) -> Sequence[Link]:
+        """What leads from each block of ``segment`` to the next: the schedule was cut elsewhere."""
+        return cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])

@@ -1,0 +1,104 @@
+"""One stack during one training forward, block by block: what every other run builds on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from ..model.interception import original_call
+from ..recompute.state import StatefulRecompute
+from ..recompute.submodules import CallWrapper
+from ..schedules.conditions import is_cache
+from ..schedules.effect import Span, StackEffect
+from ..schedules.report import UNITS, Strategy
+from ..schedules.schedule import Schedule
+from ..schedules.tally import tallying
+from .platform import Platform
+from .proof import BoundStack
+
+
+def recomputable(block: Module) -> Callable[..., Any]:
+    """What runs ``block`` itself, the same in backward; a function of a model as it is."""
+    call: Callable[..., Any] = original_call(block)
+    return StatefulRecompute([block], call) if isinstance(block, Module) else call
+
+
+class StackRun:
+    """One stack during one training forward: every covered block checkpointed alone."""
+
+    strategy: Strategy = "per-block"
+
+    def __init__(self, stack: BoundStack, reason: str = ""):
+        self.stack = stack
+        self.reason = reason
+        self.spans: list[Span] = []
+        self.cached = False  # whether blocks ran plainly for the sake of a KV cache
+        self.segment_of = {block: s for s in stack.schedule.segments for block in s}
+        if not self.segment_of:
+            self.strategy = "off"
+
+    def call_block(self, index: int, args: tuple, kwargs: dict) -> Any:
+        """Answer the loop's call of block ``index``."""
+        return self.run_alone(index, args, kwargs)
+
+    def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
+        """Run one block: under a checkpoint call if it is covered, plainly if not."""
+        covered = index in self.segment_of
+        if covered and any(map(is_cache, (*args, *kwargs.values()))):
+            covered, self.cached = False, True  # a recompute would fill it once more
+        return self.run_block(index, self.stack.blocks[index], covered, args, kwargs)
+
+    def run_block(self, index: int, block: Module, covered: bool, args: tuple, kwargs: dict) -> Any:
+        call = recomputable(block) if covered else original_call(block)
+        return self.run(range(index, index + 1), covered, call, args, kwargs)
+
+    def run(
+        self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """Run ``blocks``, which ``call`` calls, and note what happened."""
+        with tallying() as tally:
+            result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
+        self.spans.append(Span(blocks, covered, tally))
+        return result
+
+    def between(self, what: str) -> None:
+        """Something else than a block of this stack was called."""
+
+    def finish(self) -> None:
+        """The model's forward is over."""
+
+    def abandon(self) -> None:
+        """The model's forward raised: let go of every tensor."""
+
+    def effect(self) -> StackEffect:
+        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.spans))
+
+
+class UnitsRun(StackRun):
+    """Modules of no stack, in the order in which they are asked for during one forward.
+
+    The schedule covers the units that were counted beforehand; should there be more, they
+    follow the rule of ``interval`` and ``stride``.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        covered: CallWrapper,
+        platform: Platform,
+        interval: int,
+        stride: int,
+    ):
+        super().__init__(
+            BoundStack(UNITS, schedule, (), covered, platform), "units are handed over one by one"
+        )
+        self.strategy = "per-block" if interval else "off"
+        self.interval = interval
+        self.stride = stride
+
+    def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
+        index = len(self.spans)
+        covered = index in self.segment_of
+        if index >= self.stack.schedule.blocks:
+            covered = index % self.stride < self.interval
+        return self.run_block(index, unit, covered, args, kwargs)

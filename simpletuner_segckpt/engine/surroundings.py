@@ -1,0 +1,48 @@
+"""What is around a block's call, not among its arguments: grad mode, autocast, random numbers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Grad mode and autocast, in which a block's operations run."""
+    return (
+        torch.is_grad_enabled(),
+        *(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in _devices()
+        ),
+    )
+
+
+def _devices() -> list[str]:
+    return sorted({"cpu", torch.get_device_module().__name__.rpartition(".")[2]})
+
+
+@contextmanager
+def within(around: tuple[Any, ...]) -> Iterator[None]:
+    """Run with the grad mode and the autocast that ``surroundings`` returned."""
+    with torch.set_grad_enabled(around[0]), ExitStack() as stack:
+        for device, (enabled, dtype) in zip(_devices(), around[1:], strict=True):
+            stack.enter_context(torch.autocast(device, dtype, enabled))
+        yield
+
+
+def random_states() -> list[Tensor]:
+    """The state of the default generators of the CPU and of the accelerator in use."""
+    states = [torch.get_rng_state()]
+    accelerator = torch.get_device_module()
+    if accelerator is not torch.cpu and accelerator.is_available():
+        states.append(accelerator.get_rng_state())
+    return states
+
+
+def set_random_states(states: list[Tensor]) -> None:
+    """Go back to what ``random_states`` returned."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module().set_rng_state(state)

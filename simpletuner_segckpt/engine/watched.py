@@ -1,0 +1,132 @@
+"""Tensors that say when the model's loop uses them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor
+
+from ..private import of_torch
+from ..private.of_torch import DisableTorchFunctionSubclass, pytree
+
+# Questions about a tensor that every block of a stack answers alike; asking is not reading.
+_METADATA = frozenset(
+    {
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.size,
+        Tensor.numel,
+        Tensor.element_size,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_inference,
+        Tensor.get_device,
+        Tensor.__len__,
+        Tensor.__hash__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_tensor,
+        torch.numel,
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "layout",
+                "requires_grad",
+                "is_leaf",
+                "is_cuda",
+                "is_cpu",
+                "is_meta",
+                "is_sparse",
+                "is_quantized",
+                "itemsize",
+                "nbytes",
+            )
+        ),
+    }
+)
+
+
+class WatchedTensor(torch.Tensor):
+    """What the model's loop holds between two blocks: an alias of a block's output.
+
+    Blocks never see it; they get ``plain``. Every other operation on it is reported to
+    ``on_read`` with the operation's name, and carries on with ``plain``, so its result and
+    its gradient are what they would have been. Asking for its shape, dtype and the like is
+    reported to ``on_look``. (Code that gets at the memory past torch's own functions, such as
+    TorchScript or DLPack, is not seen.)
+    """
+
+    plain: Tensor
+    on_read: Callable[[str], None]
+    on_look: Callable[[], None]
+
+    @staticmethod
+    def of(
+        plain: Tensor, on_read: Callable[[str], None], on_look: Callable[[], None]
+    ) -> "WatchedTensor":
+        """An alias of ``plain``."""
+        return WatchedTensor.standing_for(plain, plain, on_read, on_look)
+
+    @staticmethod
+    def standing_for(
+        alias: Tensor, plain: Tensor, on_read: Callable[[str], None], on_look: Callable[[], None]
+    ) -> "WatchedTensor":
+        """The same, with ``alias`` in the place of what shares its memory with ``plain``."""
+        watched = alias.as_subclass(WatchedTensor)
+        watched.plain = plain
+        watched.on_read = on_read
+        watched.on_look = on_look
+        return watched
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        watched = [leaf for leaf in leaves if isinstance(leaf, WatchedTensor)]
+        plain_args, plain_kwargs = pytree.tree_unflatten([plain(leaf) for leaf in leaves], spec)
+        before = [_identity(alias.plain) for alias in watched]
+        with DisableTorchFunctionSubclass():
+            result = func(*plain_args, **plain_kwargs)
+        if func in _METADATA:
+            for alias in watched:
+                alias.on_look()
+            return result
+        for alias, identity in zip(watched, before, strict=True):
+            if result is alias.plain and _identity(result) == identity:
+                return alias  # .to() or .contiguous() with nothing to do
+        for alias in watched:
+            alias.on_read(getattr(func, "__name__", str(func)))
+        return result
+
+
+def plain(value: Any) -> Any:
+    """The block's own output behind a :class:`WatchedTensor`; anything else as it is."""
+    return value.plain if isinstance(value, WatchedTensor) else value
+
+
+def plain_tree(tree: Any) -> Any:
+    """``tree`` with every :class:`WatchedTensor` replaced by what it stands for."""
+    return pytree.tree_map_only(WatchedTensor, plain, tree)
+
+
+def report_use(tree: Any, use: str) -> None:
+    """Report ``use`` of every :class:`WatchedTensor` in ``tree``."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, WatchedTensor):
+            leaf.on_read(use)
+
+
+def version(value: Any) -> int:
+    """How often a tensor was written in place; 0 for everything that does not count."""
+    value = plain(value)
+    return of_torch.version(value) if isinstance(value, Tensor) else 0
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What an operation in place changes: the values, or the tensor's place in the graph."""
+    return version(tensor), tensor.grad_fn, tensor.requires_grad

@@ -1,0 +1,1 @@
+"""Any schedule of a profiled model: peak, time, the fastest that fits."""

@@ -1,0 +1,96 @@
+"""Peak memory and step time of every mode of the model that a config trains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...config.settings import ConfigSource, load_settings
+from ...families.registry import FamilyRegistry
+from ..profile.records import GIB, Profile
+from ..workload.parse import Overrides, ParsedWorkload, parse_workload
+from .cards import Card
+from .modes import MODES, OWN, ModePrediction, keys_of, predict_mode
+from .step_time import Time, time_of
+
+CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
+
+
+MARGIN = 0.05  # of the card: twice the estimator's median error, see docs/estimator.md
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """One mode. ``time`` and ``against_none`` are None without a card, ``traced`` without a trace.
+
+    against_none: step time as a multiple of that of ``none``. traced: bytes at the peak of a whole
+    step that was run without memory.
+    """
+
+    estimate: ModePrediction
+    time: Time | None = None
+    against_none: float | None = None
+    traced: int | None = None
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What ``segckpt estimate`` prints."""
+
+    read: ParsedWorkload
+    profile: Profile
+    card: Card | None
+    rows: list[ModeRow] = field(default_factory=list)
+
+
+def estimate_config(
+    config: ConfigSource,
+    *,
+    registry: FamilyRegistry | None = None,
+    overrides: Overrides = Overrides(),
+    modes: Sequence[str] = tuple(MODES),
+    on: Card | None = None,
+    traced: Sequence[str] = (),
+) -> Estimates:
+    """Every mode of the model that ``config`` trains; the config's own comes first.
+
+    ``config`` is what ``apply`` takes. ``traced`` names modes of which a whole step is run as the
+    check. Raises ``ConfigError``, ``UnknownFamily``, ``FamilyError`` and ``WorkloadError``.
+    """
+    from ..profile.profile import profile
+
+    settings = load_settings(config)
+    read = parse_workload(settings, registry or FamilyRegistry.default(), overrides)
+    found = Estimates(read, profile(read.workload), on)
+    family = read.workload.family
+
+    plain = predict_mode(found.profile, family, settings, "none", keys_of("none")).step
+    none = time_of(plain, on) if on and plain else None
+
+    def row(name: str, keys: Mapping[str, Any]) -> ModeRow:
+        made = predict_mode(found.profile, family, settings, name, keys)
+        if made.step is None:
+            return ModeRow(made)
+        time = time_of(made.step, on) if on else None
+        return ModeRow(
+            made,
+            time,
+            time.total / none.total if time and none else None,
+            _traced(read, keys) if name in traced else None,
+        )
+
+    own = settings.checkpointing.model_dump(by_alias=True, exclude_defaults=True)
+    found.rows.append(row(OWN, own))
+    asked = dict.fromkeys([*modes, *(name for name in traced if name != OWN)])
+    found.rows.extend(row(name, keys_of(name)) for name in asked)
+    return found
+
+
+def _traced(read: ParsedWorkload, keys: Mapping[str, Any]) -> int:
+    from ..profile.trace import trace
+
+    return trace(read.workload, keys)
+
+
+def usable(budget: float, margin: float = MARGIN) -> float:
+    """What of a card's memory the peak may reach, in bytes: without margin and CUDA context."""
+    return budget * (1 - margin) - CONTEXT

@@ -1,0 +1,170 @@
+"""The fastest keys that fit into a memory budget, for the model that a config trains."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...config.settings import ConfigSource, load_settings
+from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
+from ...families.registry import FamilyRegistry
+from ...messages.errors import WorkloadError
+from ...schedules.conditions import config_conditions
+from ..profile.records import GIB
+from ..workload.parse import Overrides, ParsedWorkload, parse_workload
+from ..workload.workload import Workload
+from .cards import Card, card
+from .estimate import MARGIN, usable
+
+if TYPE_CHECKING:
+    from .search import Found
+
+
+LARGE = 0.15  # a share of the peak for which it is worth saying what would cut it
+
+
+FASTER = 0.98  # another step is worth mentioning when it takes this share of the time, or less
+
+
+DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """What ``segckpt plan`` prints. Bytes and seconds.
+
+    conditions: why blocks run one by one. enabled: whether the config has checkpointing on.
+    budget: of the card. usable: what of it the peak may reach. found: the fastest that fits.
+    next: of what is faster, the one with the least peak. least: the least peak of all, given when
+    nothing fits. none: seconds of a step that recomputes nothing.
+    """
+
+    read: ParsedWorkload
+    conditions: tuple[str, ...]
+    enabled: bool
+    card: Card
+    budget: float
+    usable: float
+    none: float
+    found: "Found | None"
+    next: "Found | None" = None
+    least: "Found | None" = None
+
+
+def plan_config(
+    config: ConfigSource,
+    budget: float | str,
+    *,
+    on: Card | None = None,
+    margin: float = MARGIN,
+    registry: FamilyRegistry | None = None,
+    overrides: Overrides = Overrides(),
+) -> BudgetPlan:
+    """The keys with the least step time whose peak fits into ``budget`` of a card.
+
+    budget: bytes, or text such as ``24GiB``. margin: share of it that stays free, beside the CUDA
+    context. The search is exact over all intervals up to 8 and the whole stack, strides,
+    ``keep_last``, operators to keep, backends and offloading. Raises ``ConfigError``,
+    ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
+    """
+    from ..profile.profile import profile
+    from .search import Search
+
+    settings = load_settings(config)
+    conditions = config_conditions(settings.trainer)
+    for condition in conditions:
+        if condition.off:
+            raise WorkloadError(f"there is nothing to plan, since {condition}")
+    budget = memory(budget) if isinstance(budget, str) else budget
+    reach = usable(budget, margin)
+    if reach <= 0:
+        raise WorkloadError(
+            f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
+        )
+    read = parse_workload(settings, registry or FamilyRegistry.default(), overrides)
+    chosen = on or card(DEFAULT_CARD)
+    measured = profile(read.workload)
+    if not measured.blocks:
+        raise WorkloadError(f"{read.workload.family.title} has no blocks that could be scheduled")
+    search = Search(measured, read.workload.family, settings, chosen)
+    none = next(c.seconds for c in search.candidates if c.keys == {PREFIX: False})
+    found = search.fastest(reach)
+    return BudgetPlan(
+        read=read,
+        conditions=tuple(map(str, conditions)),
+        enabled=settings.checkpointing.enabled,
+        card=chosen,
+        budget=budget,
+        usable=reach,
+        none=none,
+        found=found,
+        next=search.smallest(faster_than=found.seconds * FASTER) if found else None,
+        least=None if found else search.smallest(),
+    )
+
+
+def keys_to_write(keys: Mapping[str, Any], enabled: bool = True) -> dict[str, Any]:
+    """``keys``, and None for each other key of ours, which is to leave the file.
+
+    enabled: whether the file has checkpointing on, so that its switch can stay as it is.
+    """
+    kept = {f"{PREFIX}_offload_pin_memory_max_buckets", f"{PREFIX}_offload_prefetch"}
+    config = CheckpointingConfig.model_validate(dict(keys))
+    offloads = config.offload_attention or config.inputs_on_cpu
+    return {
+        **({} if enabled else {PREFIX: True}),
+        **{key: None for key in CHECKPOINTING_KEYS[1:] if not (offloads and key in kept)},
+        **keys,
+    }
+
+
+def advice(plan: BudgetPlan) -> list[str]:
+    """What dominates the least peak, and what in the trainer's config would cut it."""
+    assert plan.least is not None
+    step, work = plan.least.step, plan.read.workload
+    parts = {
+        "weights": step.weights,
+        "gradients": step.gradients,
+        "optimizer state": step.states,
+        "activations that are kept": step.kept,
+        "the working set of a block": step.working,
+    }
+    missing = step.peak - plan.usable
+    lines = [f"missing are {missing / GIB:.2f} GiB"]
+    for part in sorted(parts, key=lambda name: -parts[name]):
+        if parts[part] >= LARGE * step.peak:
+            lines.append(f"{part}: {parts[part] / GIB:.2f} GiB; {_lever(part, work)}")
+    return lines
+
+
+def _lever(part: str, work: Workload) -> str:
+    """What in the trainer's config would cut a part of the peak."""
+    if part == "weights":
+        if work.adapter == "full":
+            return "they are all trained, so they stay"
+        levers = [] if work.base_bytes <= 1 else ["base_model_precision int8-quanto halves them"]
+        levers += [] if work.weights_on_cpu else ["ramtorch keeps them in CPU memory, if slowly"]
+    elif part in ("gradients", "optimizer state"):
+        levers = ["an 8-bit optimizer has smaller states"]
+        if work.adapter == "full":
+            levers.append("model_type lora trains a small share of the weights")
+        else:
+            levers.append("a smaller lora_rank has less of both")
+    else:
+        levers = ["a lower resolution" + (", or fewer frames," if work.frames > 1 else "")]
+        levers[0] += " cuts it in proportion"
+        if work.batch > 1:
+            levers.append("so does a smaller train_batch_size, with gradient_accumulation_steps")
+        if work.dropout and work.adapter == "lora":
+            levers.append("lora_dropout 0 saves its masks and inputs")
+    return "; ".join(levers) or "the trainer's config has nothing more to offer"
+
+
+def memory(text: str) -> float:
+    """Bytes of ``24GiB``, ``24GB`` (powers of 1000) or ``24`` (GiB)."""
+    units = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", text.lower())
+    if not found or found[2] not in units or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 24GiB")
+    return float(found[1]) * units[found[2]]

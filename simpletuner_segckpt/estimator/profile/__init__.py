@@ -1,0 +1,1 @@
+"""One training step without memory, measured block by block. Imports torch."""

@@ -1,0 +1,349 @@
+"""Put a schedule on a model, and take it off again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from inspect import signature
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+
+from ..config.settings import ConfigSource, Settings, load_settings
+from ..config_schema import CheckpointingConfig
+from ..engine.entry import CheckpointEntry
+from ..engine.planner import ForwardPlanner
+from ..engine.platform import Platform
+from ..engine.proof import Proof
+from ..families.registry import FamilyRegistry
+from ..families.schema import Family
+from ..messages.errors import ConfigError, UnknownFamily, UnsupportedModel
+from ..messages.findings import Finding
+from ..messages.log import logger, warn
+from ..model.flags import CheckpointFlags
+from ..model.foreign_hooks import refuse_hooks
+from ..model.interception import RECEIVER
+from ..model.stacks import (
+    block_list,
+    blocks_of,
+    candidate_stacks,
+    has_checkpointing_layers,
+    matching,
+    stacks_of,
+    units_of,
+)
+from ..model.wrappers import is_one_graph, unwrap
+from ..private.of_libraries import CHECKPOINT_FUNCTION, SUPPORTS_CHECKPOINTING
+from ..private.of_torch import hooks_on
+from ..recompute.submodules import SubmoduleKind
+from ..schedules.conditions import Condition
+from ..schedules.effect import Effect
+from ..schedules.history import History
+from ..schedules.own_setters import native_problems
+from ..schedules.problems import problems
+from ..schedules.report import UNITS, Report, make_report
+from .own_setters import (
+    SetterState,
+    call_setters,
+    has_own_setters,
+    undo_setters,
+    without_unknown_keys,
+)
+
+# Models whose own setters were called, and what they changed.
+_setter_states: WeakKeyDictionary[Module, SetterState] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A schedule on a model."""
+
+    model: Module = field(repr=False)
+    report: Report
+    _owner: CheckpointEntry | SetterState = field(repr=False)
+
+    @property
+    def effect(self) -> Effect | None:
+        """What the last training forward really did; None before the first one.
+
+        Forwards without gradients leave it as it is. Of a forward in a graph that was compiled as
+        a whole it says just that, and of a class with its own setters (strategy ``native``)
+        nothing is observed.
+        """
+        return self._owner.last_effect if isinstance(self._owner, CheckpointEntry) else None
+
+    @property
+    def history(self) -> History | None:
+        """What all forwards did since; None for a class with its own setters."""
+        return self._owner.history if isinstance(self._owner, CheckpointEntry) else None
+
+    @property
+    def proofs(self) -> dict[str, Proof]:
+        """By stack path, what the latest recorded forward showed of the boundaries of blocks."""
+        return self._owner.forwards.proofs if isinstance(self._owner, CheckpointEntry) else {}
+
+    def remove(self) -> None:
+        """Leave the model as it was before ``apply``. Does nothing when that has been done."""
+        if self._owner is _entry_of(self.model) or self._owner is _setter_states.get(self.model):
+            remove(self.model)
+
+
+def apply(
+    model: Module,
+    config: ConfigSource,
+    *,
+    registry: FamilyRegistry | None = None,
+    family: str | Family | None = None,
+) -> Installation:
+    """Install the schedule that ``config`` asks for on ``model``, replacing an earlier one.
+
+    ``config`` is a path, a mapping, an argparse namespace or a ``CheckpointingConfig``. The
+    model may be wrapped by PEFT, accelerate or ``torch.compile``. Its family is found by
+    its class unless ``family`` names one; a model that no family describes is probed.
+
+    Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or ``UnsupportedModel``
+    (no stack of blocks, or hooks on it that cannot work), and then leaves the model untouched.
+    """
+    return apply_on(Platform(), model, config, registry=registry, family=family)
+
+
+def apply_on(
+    platform: Platform,
+    model: Module,
+    config: ConfigSource,
+    *,
+    registry: FamilyRegistry | None = None,
+    family: str | Family | None = None,
+) -> Installation:
+    """``apply`` on another platform than the machine of this process."""
+    settings = load_settings(config)
+    if not isinstance(model, Module):
+        raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
+    base = unwrap(model)
+    described, report = planned_for(base, settings, registry, family)
+    _refuse_shared(base, [stack.path for stack in report.stacks])
+    findings = [*settings.findings, *_problems(platform, base, settings, described, report)]
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        raise ConfigError(errors)
+    for stack in report.stacks if not has_own_setters(base) else ():
+        if stack.path != UNITS:
+            refuse_hooks(stack, blocks_of(base, stack.path))
+    for finding in findings:
+        logger.warning("%s", finding)
+    if platform.accelerator() is None:
+        report = report.without_moves()
+    remove(base)
+    owner: CheckpointEntry | SetterState
+    if has_own_setters(base):
+        owner = _setter_states[base] = call_setters(base, settings.checkpointing, described, report)
+        report = owner.report
+        for remark in report.remarks:
+            warn("own-setters", remark)
+    else:
+        owner = _install(platform, base, report, described, settings)
+        if is_one_graph(model):
+            owner.say_compiled()
+    logger.info("installed on %s: %s", type(base).__name__, report)
+    return Installation(base, report, owner)
+
+
+def planned_for(
+    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
+) -> tuple[Family | None, Report]:
+    """The family of an unwrapped model, and the schedule that ``apply`` would install.
+
+    Raises ``UnknownFamily`` or ``UnsupportedModel``.
+    """
+    described = _find_family(base, settings, registry, family)
+    stacks, left_out = _stacks_of(base, described)
+    if not stacks:
+        name = type(base).__name__
+        if described and described.stacks:
+            paths = ", ".join(stack.path for stack in described.stacks)
+            raise UnsupportedModel(
+                f"{name} has none of the stacks of the family {described.family}: {paths}"
+            )
+        raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
+    planned = without_unknown_keys(settings, base) if has_own_setters(base) else settings
+    return described, make_report(planned, described, stacks, left_out)
+
+
+def installation_of(model: Module) -> Installation | None:
+    """The schedule that is on ``model``, however it is wrapped, or None."""
+    base = unwrap(model)
+    owner = _entry_of(base) or _setter_states.get(base)
+    return Installation(base, owner.report, owner) if owner else None
+
+
+def remove(model: Module) -> None:
+    """Take the schedule off ``model``, or off a copy of a model that had one.
+
+    Checkpointing is switched on or off as it was before ``apply``.
+    """
+    base = unwrap(model)
+    entry = _entry_of(base)
+    if entry is not None:
+        entry.detach(base)
+    settled = _setter_states.pop(base, None)
+    if settled is not None:
+        undo_setters(base, settled)
+
+
+def _find_family(
+    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
+) -> Family | None:
+    if isinstance(family, Family):
+        return family
+    known = FamilyRegistry.default() if registry is None else registry
+    name, flavour = settings.trainer.model_family, settings.trainer.model_flavour
+    if family is not None:
+        return known.find(family, flavour)
+    class_name = type(base).__name__
+    found = known.for_class(type(base), name, flavour)
+    try:
+        named = known.find(name, flavour) if name else None
+    except UnknownFamily as error:
+        warn("other-family", f"model_family: {error}")
+        named = None
+    if found is None and named and all(block_list(base, s.path) for s in named.stacks):
+        return named  # a trainer's own class, with the stacks of the family that it names
+    if found is None and has_checkpointing_layers(base):
+        logger.info("%s is made of layers of transformers, which are its stacks", class_name)
+    elif found is None:
+        warn("no-family", f"no family describes {class_name}; its stacks are found by probing")
+    elif named and named.family != found.family:
+        named_so = f"model_family is {name}, but {class_name} belongs to {found.family}"
+        warn("other-family", f"{named_so}, which is used")
+    return found
+
+
+def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Blocks per stack, and the lists of blocks that are left out, each with the reason."""
+    candidates = candidate_stacks(base)
+    if family is None:
+        return candidates, []
+    stacks = stacks_of(base, family.stacks)
+    name = type(base).__name__
+    left_out = [
+        (stack.path, f"{name} has no such list of blocks")
+        for stack in family.stacks
+        if not stack.optional and "*" not in stack.path and not matching(base, stack.path)
+    ]
+    units = units_of(base, family.units, stacks)
+    known = (*units, *stacks)
+    described = {
+        path: entry.reason
+        for entry in family.left_out
+        for path in matching(base, entry.path)
+        if path not in stacks
+    }
+    other = {
+        path: f"not described by the family {family.family}"
+        for path in candidates
+        if path not in (*stacks, *described) and not any(k.startswith(f"{path}.") for k in known)
+    }
+    left_out += (described | other).items()
+    return stacks | ({UNITS: len(units)} if units else {}), left_out
+
+
+def _problems(
+    platform: Platform, base: Module, settings: Settings, family: Family | None, report: Report
+) -> list[Finding]:
+    """What the keys ask for and the engine, or a class with setters of its own, cannot do."""
+    if has_own_setters(base):
+        return list(native_problems(settings, family, type(base).__name__, report))
+    config = settings.checkpointing
+    found = list(problems(settings, family, type(base).__name__, report))
+    moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)
+    if moves and platform.accelerator() is None:
+        key = "backend" if config.inputs_on_cpu else "offload_attention"
+        message = "moves nothing: there is no accelerator, so everything is in CPU memory already"
+        key = f"gradient_checkpointing_{key}"
+        found.append(settings.finding("no-effect", message, key, "warning"))
+    return found
+
+
+def _install(
+    platform: Platform, base: Module, report: Report, family: Family | None, settings: Settings
+) -> CheckpointEntry:
+    asks_function = getattr(base, SUPPORTS_CHECKPOINTING, False)
+    conditions = family.conditions if family else ()
+    forwards = ForwardPlanner(
+        report.stacks,
+        settings.checkpointing,
+        [Condition("call", c.argument, c.reason, c.stacks) for c in conditions],
+        _carried(report, family),
+        platform,
+    )
+    entry = CheckpointEntry(
+        report,
+        forwards,
+        list(signature(type(base).forward).parameters)[1:],
+        CheckpointFlags(base),
+        gap_blocks=_gap_blocks(base, report),
+        intercepts=bool(family and family.keyword_loop) or not asks_function,
+        parts=_parts(report, family, settings.checkpointing),
+    )
+    try:
+        entry.attach(base)
+    except BaseException:
+        entry.detach(base)
+        raise
+    return entry
+
+
+def _gap_blocks(base: Module, report: Report) -> list[Module]:
+    """The blocks of every stack that run normally."""
+    found: list[Module] = []
+    for stack in report.stacks:
+        if stack.path != UNITS:
+            blocks = blocks_of(base, stack.path)
+            found += [blocks[index] for index in stack.gap]
+    return found
+
+
+def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:
+    """Raises ``UnsupportedModel`` when a part of the model has a schedule of another model."""
+    own = _entry_of(base)
+    blocks = [block for path in stacks if path != UNITS for block in blocks_of(base, path)]
+    entries = [getattr(module, CHECKPOINT_FUNCTION, None) for module in base.modules()]
+    entries += map(_entry_of, base.modules())
+    entries += [block.__dict__.get(RECEIVER) for block in blocks]
+    if any(isinstance(entry, CheckpointEntry) and entry is not own for entry in entries):
+        raise UnsupportedModel(
+            f"a part of {type(base).__name__} has a schedule already, as a model of its own or as "
+            "part of another; remove() that one first"
+        )
+
+
+def _carried(report: Report, family: Family | None) -> dict[str, dict[str, int]] | None:
+    """What the family says is carried in each stack of the report."""
+    if family is None:
+        return None
+    found = ((planned.path, family.stack_at(planned.path)) for planned in report.stacks)
+    return {path: stack.sources for path, stack in found if stack}
+
+
+def _parts(
+    report: Report, family: Family | None, config: CheckpointingConfig
+) -> dict[str, dict[SubmoduleKind, tuple[str, ...]]]:
+    """In each stack, the parts of blocks that the keys treat in a way of their own."""
+    found: dict[str, dict[SubmoduleKind, tuple[str, ...]]] = {}
+    for planned in report.stacks:
+        stack = family.stack_at(planned.path) if family else None
+        kinds: dict[SubmoduleKind, tuple[str, ...]] = {}
+        if stack and "ffn" in config.keep:
+            kinds["feed_forward"] = stack.projections
+        elif stack and config.feed_forward_only:
+            kinds["feed_forward"] = stack.feed_forward
+        if stack and config.offload_attention:
+            kinds["attention"] = stack.attention
+        found[planned.path] = kinds
+    return found
+
+
+def _entry_of(base: Module) -> CheckpointEntry | None:
+    for _, hook in hooks_on(base, "forward pre-hook"):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, CheckpointEntry):
+            return owner
+    return None

@@ -1,0 +1,58 @@
+"""What compiled code needs so that a recompute runs what its forward ran.
+
+For one function ``torch.compile`` may have several pieces of code that fit a call: made first for
+the shapes of that call alone, and later for any. It tries the one that ran last first, so that a
+recompute can get other code than its forward had (when another shape came in between, as it does
+where gradients accumulate); that code saves other tensors, and torch stops the backward with a
+``CheckpointError`` (pytorch/pytorch#166926). Tried in the order in which they were made, the code
+that fitted the forward fits the recompute first as well.
+"""
+
+import weakref
+from typing import Any
+
+from ..private.of_torch import set_most_recent_first
+
+_holders: set[object] = set()
+
+
+def try_oldest_first(holder: Any) -> weakref.finalize:
+    """Have compiled code tried in the order in which it was made, as long as ``holder`` lives.
+
+    Calling what is returned ends it earlier. Does nothing on torch before 2.10, see ``too_old``.
+    """
+    token = object()
+    _holders.add(token)
+    _set_order()
+    return weakref.finalize(holder, _let_go, token)
+
+
+def _let_go(token: object) -> None:
+    _holders.discard(token)
+    _set_order()
+
+
+def _set_order() -> None:
+    if set_most_recent_first is not None:
+        set_most_recent_first(not _holders)
+
+
+def too_old() -> str:
+    """What may go wrong in compiled blocks because torch is too old; empty when nothing may."""
+    if set_most_recent_first is not None:
+        return ""
+    return (
+        "blocks are compiled, and before torch 2.10 a recompute can get other compiled code than "
+        "its forward had when a new shape came in between (torch raises CheckpointError then): "
+        "compile with dynamic=True, or use a newer torch"
+    )
+
+
+# Of a model that is compiled as a whole.
+AS_A_WHOLE = "compiled as a whole: what is covered is recomputed block by block, unobserved"
+
+
+NO_SEGMENTS = (
+    "segments of several blocks in one graph can get wrong gradients from inductor before "
+    "torch 2.14"
+)

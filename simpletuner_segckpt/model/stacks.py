@@ -1,0 +1,84 @@
+"""Find the lists of blocks in a model."""
+
+from collections.abc import Iterable
+
+from torch.jit import ScriptModule
+from torch.nn import Module, ModuleList
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..families.schema import Stack, matches
+from .wrappers import unwrapped
+
+
+def block_list(model: Module, path: str) -> ModuleList | None:
+    """The list of blocks at ``path``, or None when the model has no such list."""
+    try:
+        found = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return found if isinstance(found, ModuleList) else None
+
+
+def blocks_of(model: Module, path: str) -> list[Module]:
+    """The blocks of the stack at ``path``; empty when the model has no such list any more."""
+    return list(block_list(model, path) or ())
+
+
+def all_modules(modules: Iterable[Module]) -> list[Module]:
+    """``modules`` and every module inside them, each once."""
+    found = list(dict.fromkeys(modules))
+    seen = set(found)
+    for module in found:  # which grows; of every block in every forward, so no generators
+        for inner in module._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                found.append(inner)
+    return found
+
+
+def candidate_stacks(model: Module) -> dict[str, int]:
+    """Path and length of every outermost list of two or more equal blocks in ``model``.
+
+    A block is a module that can be called and has modules of its own; all blocks of a stack
+    have one class, and none is in the list twice.
+    """
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, ModuleList) or any(path.startswith(f"{p}.") for p in found):
+            continue
+        blocks = [unwrapped(block) for block in module]
+        if len(blocks) < 2 or len({type(block) for block in blocks}) > 1:
+            continue
+        kind = type(blocks[0])
+        callable_ = kind.forward is not Module.forward and not issubclass(kind, ScriptModule)
+        if callable_ and any(blocks[0].children()) and len(set(blocks)) == len(blocks):
+            found[path] = len(blocks)
+    return found
+
+
+def has_checkpointing_layers(model: Module) -> bool:
+    """Whether there are layers in ``model`` of the class that transformers checkpoints."""
+    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+
+
+def matching(model: Module, pattern: str) -> list[str]:
+    """Paths of the modules that ``pattern`` names, in the order of the model's own tree."""
+    return [path for path, _ in model.named_modules() if matches(pattern, path)]
+
+
+def stacks_of(model: Module, described: Iterable[Stack]) -> dict[str, int]:
+    """Path and length of every list of blocks in ``model`` that one of the stacks describes."""
+    found: dict[str, int] = {}
+    for stack in described:
+        lengths = {path: len(blocks_of(model, path)) for path in matching(model, stack.path)}
+        if "*" in stack.path:  # a list of one block is a unit
+            lengths = {path: count for path, count in lengths.items() if count > 1}
+        found |= lengths
+    return found
+
+
+def units_of(model: Module, patterns: Iterable[str], stacks: Iterable[str]) -> list[str]:
+    """Paths of the units that ``patterns`` name, without the blocks of ``stacks``."""
+    blocks = tuple(f"{stack}." for stack in stacks)
+    named = [path for pattern in patterns for path in matching(model, pattern)]
+    return [path for path in named if not path.startswith(blocks)]

@@ -1,0 +1,1 @@
+"""Tensors that autograd saves, in CPU memory between forward and backward."""

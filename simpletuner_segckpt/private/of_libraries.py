@@ -1,0 +1,46 @@
+"""Names of diffusers, transformers, PEFT and accelerate that are private and used here.
+
+Attributes, looked up where they may be missing: without them a feature is not noticed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# diffusers: whether a class can checkpoint, and the function that its loop asks.
+SUPPORTS_CHECKPOINTING = "_supports_gradient_checkpointing"
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
+# transformers uses the same name for that function; here are the functions that diffusers sets.
+STOCK_FUNCTIONS_MODULE = "diffusers.models.modeling_utils"
+
+# diffusers: modules that it always loads in float32.
+KEEP_IN_FP32 = "_keep_in_fp32_modules"
+
+# transformers: the module of the hooks by which it captures outputs.
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
+
+# accelerate: its hook on a module, which also patches the forward.
+ACCELERATE_HOOK = "_hf_hook"
+
+# PEFT: on its layers, whether adapters are off, and which one is on.
+ADAPTERS_DISABLED = "_disable_adapters"
+ACTIVE_ADAPTER = "_active_adapter"
+# PEFT: how the qualified name of the hook begins that adds PEFT's other hooks in a recompute.
+RECOMPUTE_HOOK = "LoraModel._enable_peft_forward_hooks."
+
+_DIFFUSERS_HOOKS = "_diffusers_hook"
+
+
+def diffusers_hooks(module: Any) -> Mapping[str, Any]:
+    """The hooks of diffusers on a module by name: offloading, caches, context parallelism."""
+    registry = module.__dict__.get(_DIFFUSERS_HOOKS)
+    return registry.hooks if registry else {}
+
+
+def has_diffusers_hooks(module: Any) -> bool:
+    """Whether diffusers has put its registry of hooks on a module."""
+    return _DIFFUSERS_HOOKS in module.__dict__
+
+
+def is_stateful(hook: Any) -> bool:
+    """Whether a hook of diffusers keeps something from one step for the next."""
+    return bool(getattr(hook, "_is_stateful", False))

@@ -1,0 +1,142 @@
+"""What of torch is private and used here.
+
+``Module._modules``, ``_parameters`` and ``_buffers`` stand where they are used: they are part of
+what a module is pickled as, and so have not changed since torch 0.1.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules import batchnorm, instancenorm
+from torch.nn.modules import module as torch_module
+
+__all__ = [
+    "OptimizedModule",
+    "TorchDispatchMode",
+    "pytree",
+    "set_most_recent_first",
+]
+
+# Nested containers, flattened as torch.utils.checkpoint itself does it.
+try:
+    from torch.utils import _pytree as pytree
+except ImportError:  # the name that it would have as a public one
+    from torch.utils import pytree  # type: ignore[attr-defined, no-redef]
+
+# What torch's own counters of operators and its selective checkpointing build on.
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode:  # type: ignore[no-redef]
+        """Sees nothing."""
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: Any) -> None: ...
+
+
+# The wrapper that torch.compile(model) returns.
+try:
+    from torch._dynamo.eval_frame import OptimizedModule
+except ImportError:
+
+    class OptimizedModule(Module):  # type: ignore[no-redef]
+        """Nothing is one."""
+
+
+# Since torch 2.10. Whether compiled code is tried that ran last first; it holds for the process,
+# and nothing tells its present value.
+try:
+    from torch._C._dynamo import eval_frame
+except ImportError:
+    eval_frame = None  # type: ignore[assignment]
+set_most_recent_first: Any = getattr(eval_frame, "_set_lru_cache", None)
+
+# Modules whose kernels write their statistics past the version of a buffer.
+NormBase: Any = getattr(
+    batchnorm,
+    "_NormBase",
+    (
+        *(batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d),
+        *(batchnorm.SyncBatchNorm,),
+        *(instancenorm.InstanceNorm1d, instancenorm.InstanceNorm2d, instancenorm.InstanceNorm3d),
+    ),
+)
+
+# What a subclass of Tensor enters to call the functions of its base.
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpoint call, of whomever, runs around this code."""
+    hooks = _top_hooks(True) if _top_hooks is not None else None
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor was written in place; 0 where torch does not count that."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+# Attributes under which wrappers hold what they wrap: those of torch.compile, FSDP1 and torch's
+# checkpoint wrapper.
+ORIGINAL = "_orig_mod"
+WRAPPED = (ORIGINAL, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# That of the checkpoint wrapper for its function.
+CHECKPOINT_WRAPPER_FUNCTION = "checkpoint_fn"
+
+
+def is_compiled_in_place(module: Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+# The hooks of a module, by the attribute that holds them.
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"
+FORWARD_HOOKS = "_forward_hooks"
+FORWARD_HOOK_TABLES = (
+    FORWARD_PRE_HOOKS,
+    "_forward_pre_hooks_with_kwargs",
+    FORWARD_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_HOOKS = {
+    "forward pre-hook": FORWARD_PRE_HOOKS,
+    "forward hook": FORWARD_HOOKS,
+    "backward pre-hook": "_backward_pre_hooks",
+    "backward hook": "_backward_hooks",
+}
+
+
+def hooks_on(module: Module, *kinds: str) -> Iterator[tuple[str, Any]]:
+    """Each hook on ``module`` with its kind; of all kinds when none is named."""
+    for kind in kinds or _HOOKS:
+        for hook in getattr(module, _HOOKS[kind], {}).values():
+            yield kind, hook
+
+
+def global_forward_hooks() -> Iterator[Any]:
+    """The forward hooks and pre-hooks of all modules of the process."""
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+        yield from getattr(torch_module, name, {}).values()
+
+
+def mixed_precision_of(module: Any) -> Any:
+    """The mixed precision policy of a module that FSDP2 shards; None where it cannot be told."""
+    from torch.distributed.fsdp import fully_shard
+
+    return getattr(fully_shard.state(module), "_mp_policy", None)  # type: ignore[attr-defined]

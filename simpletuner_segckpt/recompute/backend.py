@@ -1,0 +1,156 @@
+"""How the blocks run: what ``gradient_checkpointing_backend`` and the keys beside it stand for."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.utils.checkpoint
+
+from ..config_schema import CheckpointingConfig
+from ..offload.buffers import BufferPool
+from ..offload.device import Accelerator
+from ..offload.saved_tensors import HostMemory, Offload
+from ..private.of_torch import pytree
+from ..schedules.tally import tally
+from .contexts import Contexts, Together
+from .kept_operators import Kept, in_graph
+from .submodules import CallWrapper, SubmoduleKind, treated
+
+
+def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function`` and keep what its backward needs."""
+    return function(*args, **kwargs)
+
+
+def torch_checkpoint(
+    options: dict[str, Any], function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """Call ``function`` now and again in backward, keeping only its arguments in between.
+
+    Always the non-reentrant variant: it takes any argument, lets frozen parts be frozen and
+    recomputes nothing where nothing needs a gradient. ``options`` are torch's own.
+    """
+    if kwargs:
+        # Passed on by position: tensors that checkpoint gets as such can be seen and moved by
+        # saved-tensor hooks, and some of checkpoint's own parameters have plain names.
+        function = partial(_call, function, tuple(kwargs))
+        args = (*args, *kwargs.values())
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
+
+
+def _call(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> Any:
+    split = len(args) - len(names)
+    return function(*args[:split], **dict(zip(names, args[split:], strict=True)))
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it."""
+
+    contexts: tuple[Contexts, ...] = ()
+    offload: Offload | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        options = {"context_fn": self._entered} if self.contexts else {}
+        if self.offload is None:
+            return torch_checkpoint(options, function, args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
+        call = partial(_unflattened, function, spec)
+        return self.offload.run("inputs", torch_checkpoint, options, call, tuple(leaves), {})
+
+    def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
+        return Together(*forward), Together(*again)
+
+
+def _unflattened(function: Callable[..., Any], spec: pytree.TreeSpec, *leaves: Any) -> Any:
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class BlockWrappers:
+    """How the covered blocks of one forward run, and how those in the gaps do.
+
+    offload: what this forward has in CPU memory.
+    """
+
+    covered: CallWrapper
+    gap: CallWrapper
+    offload: Offload | None = None
+
+
+class Backend:
+    """Carries out the keys of a config for one model, from forward to forward."""
+
+    def __init__(self, config: CheckpointingConfig, accelerator: Accelerator | None):
+        self.config = config
+        self._order: dict[int, int] = {}  # in which backward wants what was offloaded
+        self._host: HostMemory | None = None
+        asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
+        if asked and accelerator is not None:
+            pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
+            self._host = HostMemory(accelerator, pool)
+
+    def __reduce__(self) -> Any:
+        return _anew, (self.config,)
+
+    def close(self) -> None:
+        """Let the buffers go that are free; those in use go when backward is done with them."""
+        if self._host is not None:
+            self._host.pool.close()
+
+    @property
+    def moves(self) -> bool:
+        """Whether tensors are moved to CPU memory: the keys ask for it, and it is elsewhere."""
+        return self._host is not None
+
+    def in_graph(self, function: CallWrapper, *args: Any, **kwargs: Any) -> Any:
+        """Run what is to be recomputed in a graph that is being traced; nothing is moved there."""
+        options = {"context_fn": in_graph(self.config.keep)} if self.config.keep else {}
+        return torch_checkpoint(options, function, args, kwargs)
+
+    def begin(self, contexts: tuple[Contexts, ...] = ()) -> BlockWrappers:
+        """For a forward; ``contexts`` are entered around whatever is recomputed."""
+        config = self.config
+        offload = None
+        if self._host is not None:
+            offload = Offload(self._host, self._order if config.prefetch else None)
+        parts: dict[SubmoduleKind, CallWrapper] = {}
+        if offload is not None and config.offload_attention:
+            parts["attention"] = partial(offload.run, "attention")
+        gap = partial(with_submodules, parts) if parts else plainly
+        if config.keep:
+            contexts = (*contexts, lambda: Kept(config.keep).contexts())
+        covered: CallWrapper = Recompute(contexts, offload if config.inputs_on_cpu else None)
+        if config.feed_forward_only:
+            recompute = partial(_counted, covered)
+            covered = partial(with_submodules, {**parts, "feed_forward": recompute})
+        return BlockWrappers(covered, gap, offload)
+
+
+def _anew(config: CheckpointingConfig) -> Backend:
+    """That of a copy of a model, which has CPU memory of its own, on the machine where it is."""
+    return Backend(config, Accelerator.current())
+
+
+def with_submodules(
+    parts: Mapping[SubmoduleKind, CallWrapper],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function``, a block or what runs one, with its parts run as ``parts`` says."""
+    with treated(parts):
+        return function(*args, **kwargs)
+
+
+def _counted(
+    recompute: CallWrapper, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    counting = tally()
+    if counting is not None:
+        counting.feed_forwards += 1
+    return recompute(function, *args, **kwargs)

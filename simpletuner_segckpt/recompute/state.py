@@ -1,0 +1,226 @@
+"""Modules that are recomputed as they were in forward.
+
+What a block computes depends on more than its arguments. PEFT registers hooks on its layers for
+the time of one forward (aLoRA, a batch of several adapters), diffusers scales LoRA layers for one
+forward, trainers switch adapters or freeze parameters before backward has run, and normalisations
+write their buffers each time they are called. A recompute that ran with what is there *then* would
+be of another function: wrong gradients, or saved tensors that do not match. So what is there when
+a call begins is noted, put back while the call is repeated, and taken away again. The values of
+weights are not: whoever changes them between a forward and its backward gets what torch's own
+checkpointing gets. Nor are Python attributes that a forward counts or collects in.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Module, ModuleDict, Parameter
+
+from ..messages.errors import RecomputeError
+from ..messages.log import Messages
+from ..model.flags import SWITCH
+from ..model.foreign_hooks import helps_recompute
+from ..model.stacks import all_modules
+from ..private.of_libraries import ACCELERATE_HOOK, ACTIVE_ADAPTER, ADAPTERS_DISABLED
+from ..private.of_torch import (
+    FORWARD_HOOK_TABLES,
+    FORWARD_HOOKS,
+    FORWARD_PRE_HOOKS,
+    NormBase,
+    version,
+)
+
+# Attributes of a module that decide what it computes; trainers and libraries change them on whole
+# models. Others may be the books of an engine (DeepSpeed counts on modules), so they stay.
+_ATTRIBUTES = (
+    "training",
+    SWITCH,  # some attentions of transformers ask it
+    "forward",  # patched
+    "processor",  # of an attention of diffusers
+    ACCELERATE_HOOK,
+    ADAPTERS_DISABLED,
+    ACTIVE_ADAPTER,
+)
+
+
+_APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see below
+
+
+State = dict[str, Any]  # the attributes of a module, past Module.__getattr__
+
+
+# Elements of a buffer that is copied before each call, should the call write to it. Larger ones
+# are weights (quantised, packed), which no forward writes.
+COPIED = 2**20
+
+
+_messages = Messages()
+
+
+# Buffers that a module was seen to write past their version, by name (through `.data`, say).
+_written_unseen: WeakKeyDictionary[Module, dict[str, bool]] = WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class _Buffer:
+    module: Module
+    name: str
+    tensor: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    @property
+    def written(self) -> bool:
+        if self.module._buffers.get(self.name) is not self.tensor:
+            return True
+        # The kernels of batch normalisation write their statistics past the version.
+        seen = version(self.tensor) != self.version or isinstance(self.module, NormBase)
+        return seen or self._written_unseen()
+
+    def _written_unseen(self) -> bool:
+        """Compared once for each buffer, since on an accelerator that waits for it."""
+        if type(self.tensor) is not torch.Tensor or self.copy is None or self.tensor.is_meta:
+            return False
+        known = _written_unseen.setdefault(self.module, {})
+        if self.name not in known:
+            known[self.name] = not torch.equal(self.tensor, self.copy)
+        return known[self.name]
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What modules, and those inside them, had at one time.
+
+    modules: of each its attributes, and its hooks for the forward where it has any.
+    dicts: copies of what PEFT's layers hold by adapter. merged: the adapters in their weights.
+    trained: whether each parameter was.
+    """
+
+    modules: list[tuple[State, tuple[Any, ...], State | None]] = field(default_factory=list)
+    dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
+    merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
+    trained: list[tuple[Parameter, bool]] = field(default_factory=list)
+    buffers: list[_Buffer] = field(default_factory=list)
+
+
+class StatefulRecompute:
+    """Calls ``function``, and from the second time on with ``modules`` as they were the first.
+
+    Raises ``RecomputeError`` where that cannot be.
+    """
+
+    def __init__(self, modules: Sequence[Module], function: Callable[..., Any]):
+        self.modules = modules
+        self.function = function
+        self._noted: _Noted | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._noted is not None:
+            with _as_noted(self._noted):
+                return self.function(*args, **kwargs)
+        noted = self._noted = _note(self.modules)
+        result = self.function(*args, **kwargs)
+        noted.buffers = [buffer for buffer in noted.buffers if buffer.written]
+        for buffer in noted.buffers:
+            if buffer.copy is None and buffer.tensor is not None:
+                _messages.warn(
+                    "written-buffer",
+                    f"a {type(buffer.module).__name__} writes its buffer `{buffer.name}`, which is "
+                    "too large to be copied: its recompute starts from what was written",
+                )
+        return result
+
+
+def _note(modules: Sequence[Module]) -> _Noted:
+    noted = _Noted()
+    for module in all_modules(modules):  # of every covered block in every forward: quickly
+        state = module.__dict__
+        hooks = _hooks_of(state) if state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS] else None
+        noted.modules.append((state, tuple(map(state.get, _ATTRIBUTES)), hooks))
+        if ADAPTERS_DISABLED in state:
+            _note_adapters(noted, state)
+        for parameter in state["_parameters"].values():
+            if parameter is not None:
+                noted.trained.append((parameter, parameter.requires_grad))
+        for name, tensor in state["_buffers"].items():
+            small = tensor is not None and tensor.numel() <= COPIED
+            copy = tensor.detach().clone() if small else None
+            noted.buffers.append(_Buffer(module, name, tensor, version(tensor), copy))
+    return noted
+
+
+def _note_adapters(noted: _Noted, state: State) -> None:
+    noted.merged.append((state, tuple(state.get("merged_adapters", ()))))
+    holders = [module for module in state["_modules"].values() if type(module) is ModuleDict]
+    noted.dicts += [(m.__dict__, "_modules", m.__dict__["_modules"].copy()) for m in holders]
+    for key, value in state.items():
+        if type(value) is dict and key not in _APART:
+            noted.dicts.append((state, key, value.copy()))
+
+
+def _hooks_of(state: State) -> State:
+    """The hooks of a module for its forward, by kind, that are to be there in a recompute."""
+    found = {kind: state[kind].copy() for kind in FORWARD_HOOK_TABLES}
+    for key, hook in state[FORWARD_PRE_HOOKS].items():
+        if helps_recompute(hook):
+            del found[FORWARD_PRE_HOOKS][key]
+    return found
+
+
+@contextmanager
+def _as_noted(noted: _Noted) -> Iterator[None]:
+    """Within this, the modules have again what was noted of them."""
+    if any(merged != tuple(state.get("merged_adapters", ())) for state, merged in noted.merged):
+        raise RecomputeError(
+            "adapters were merged into the weights, or taken out of them, between a forward and "
+            "its backward, which recomputes that forward; do it between steps"
+        )
+    replaced: list[tuple[State, str, Any]] = []
+
+    def put(state: State, key: str, value: Any) -> None:
+        replaced.append((state, key, state.get(key)))
+        _set(state, key, value)
+
+    for state, attributes, hooks in noted.modules:
+        if tuple(map(state.get, _ATTRIBUTES)) != attributes:
+            for key, value in zip(_ATTRIBUTES, attributes, strict=True):
+                if state.get(key) is not value:
+                    put(state, key, value)
+        if hooks is not None or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS]:
+            for kind in FORWARD_HOOK_TABLES:
+                before = hooks[kind] if hooks else type(state[kind])()
+                if state[kind].keys() != before.keys():
+                    # A copy: what a hook registers during one recompute is gone in the next.
+                    put(state, kind, before.copy())
+    for state, key, held in noted.dicts:
+        now = state[key]
+        if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):
+            put(state, key, held.copy())
+    for buffer in noted.buffers:
+        if buffer.tensor is None:
+            put(buffer.module._buffers, buffer.name, None)
+        elif buffer.copy is not None:
+            put(buffer.module._buffers, buffer.name, buffer.copy.clone())
+    switched = [(p, trained) for p, trained in noted.trained if p.requires_grad is not trained]
+    switched = [(p, trained) for p, trained in switched if p.is_leaf]
+    for parameter, trained in switched:
+        parameter.requires_grad_(trained)
+    try:
+        yield
+    finally:
+        for parameter, trained in switched:
+            parameter.requires_grad_(not trained)
+        for state, key, value in reversed(replaced):
+            _set(state, key, value)
+
+
+def _set(state: State, key: str, value: Any) -> None:
+    """None is what a module without the attribute has, but a buffer can be None."""
+    if value is None and key in _ATTRIBUTES:
+        state.pop(key, None)
+    else:
+        state[key] = value

@@ -1,0 +1,1 @@
+"""Which blocks are recomputed and why, what really ran, and how both are said. No torch."""
