@@ -1,19 +1,21 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json layer-keep.json interval2.json \
 	seg2-stride4.json)
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test check lint sweep bench clean
 
 demo: .venv/installed
+	@echo "Five short training runs: about two minutes on 2 idle cores."
 	$(BIN)/segckpt validate --blocks transformer_blocks=6 --blocks single_transformer_blocks=10 $(CONFIGS)
 	$(BIN)/python examples/flux_lora/train.py $(CONFIGS)
 
 test: .venv/quantized
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 # The type checker wants the package as it is installed: under one name, in one tree.
 lint: .venv/installed
@@ -26,22 +28,34 @@ lint: .venv/installed
 check: .venv/installed
 	$(BIN)/python -m simpletuner_segckpt.check --all
 
+# The page on the estimator is what is predicted now.
+sweep: .venv/sweep
+	$(BIN)/pytest -n auto benchmarks/sweep
+
 bench: .venv/installed
 	$(BIN)/python benchmarks/validate_start.py
 	$(BIN)/python benchmarks/estimate_cost.py
 	$(BIN)/python benchmarks/layer_overhead.py
 	$(BIN)/python benchmarks/keep_attention.py
 
-# torch first and by itself: it is what the constraints pin to a build for this machine.
+# torch first and by itself: it is what the constraints pin to a build for this machine. pip shows its progress.
 .venv/installed: pyproject.toml constraints.txt
+	@echo "Installing torch, diffusers and more into .venv: on a first start one to several minutes, depending on the network."
+	@echo "Later starts skip this. Then, on 2 idle cores, the demo takes about two minutes, the tests five."
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[dev]"
+	$(PIP) torch
+	$(PIP) -e ".[dev]"
 	touch $@
 
 # By themselves: whoever imports PEFT is told what these libraries miss, which is no start of a demo.
 .venv/quantized: .venv/installed
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[quantized]"
+	@echo "Installing torchao and bitsandbytes for the tests; later starts skip it."
+	$(PIP) -e ".[quantized]"
+	touch $@
+
+# By itself: with SciPy, transformers takes a third of a second longer to import.
+.venv/sweep: .venv/installed
+	$(PIP) -e ".[sweep]"
 	touch $@
 
 clean:

@@ -258,7 +258,7 @@ class Raises(SD3Transformer2DModel):
 
 
 def test_a_mode_that_raises_is_failed_and_the_others_go_on(tmp_path, monkeypatch, capsys):
-    shipped = Path(bench.__file__).parents[1] / "model_families" / "sd3.toml"
+    shipped = Path(__file__).parents[1] / "model_families" / "sd3.toml"
     text = shipped.read_text("utf-8").replace("diffusers.SD3Transformer2DModel", "raising.Raises")
     (tmp_path / "families").mkdir()
     (tmp_path / "families" / "sd3.toml").write_text(text, "utf-8")
@@ -366,6 +366,25 @@ def test_one_sentence_for_bad_input(tmp_path, capsys):
     wrong.write_text('{"model_family": "sd3", "gradient_checkpointing_interval": 0}')
     assert bench.main([str(wrong)]) == 1
     assert f"{wrong}:1:25: SEG204 error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "where"),
+    [
+        (os, "fsync", "results.jsonl cannot be written"),
+        (Path, "write_text", "out: table and picture"),
+    ],
+)
+def test_results_that_cannot_be_written(tmp_path, stub, capsys, monkeypatch, owner, name, where):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    argv = command_line(tmp_path, "--modes", "none")
+    monkeypatch.setattr(owner, name, fail)
+    assert bench.main(argv) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"segckpt bench: {tmp_path}")
+    assert said.endswith(f"{where}: No space left on device")
 
 
 def cell(mode: str, seconds: list[float], mib: float, interval: int = 1, recomputed: int = 5):

@@ -298,9 +298,9 @@ def no_schedule_elsewhere(monkeypatch):
     """What other tests left to the garbage collector does not count."""
     with monkeypatch.context() as context:
         context.setattr(compiled_code, "_holders", set())
-        compiled_code._settle()
+        compiled_code._set_order()
         yield
-    compiled_code._settle()
+    compiled_code._set_order()
 
 
 def test_the_order_of_compiled_code_is_given_back(no_schedule_elsewhere):

@@ -680,6 +680,140 @@ def test_nobody_else_can_read_a_copy_before_it_has_the_permissions(config, monke
     assert seen == [0o600, 0o600]
 
 
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+SOMEBODY, THEIRS = 1234, 5678  # a user and a group
+
+
+def rights(path):
+    status = path.stat()
+    return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)
+
+
+def as_somebody(call, *arguments):
+    """Call as a user who belongs to the group THEIRS, too."""
+    groups = os.getgroups()
+    os.setgroups([THEIRS])
+    os.seteuid(SOMEBODY)
+    try:
+        return call(*arguments)
+    finally:
+        os.seteuid(0)
+        os.setgroups(groups)
+
+
+@AS_ROOT
+@pytest.mark.parametrize("mode", [0o600, 0o6755, 0o1640])
+def test_owner_and_group_stay(config, mode):
+    os.chown(config, SOMEBODY, THEIRS)
+    config.chmod(mode)
+    backup = write_keys(config, {"a": 2})
+    assert rights(config) == rights(backup) == (SOMEBODY, THEIRS, mode)
+    assert config.read_bytes() == b'{"a": 2}\r\n'
+
+
+def test_extended_attributes_stay(config):
+    try:
+        os.setxattr(config, "user.comment", b"mine")
+    except OSError:
+        pytest.skip("this file system has none")
+    backup = write_keys(config, {"a": 2})
+    assert [os.getxattr(path, "user.comment") for path in (config, backup)] == [b"mine"] * 2
+
+
+@AS_ROOT
+def test_a_file_of_somebody_elses_stays_theirs():
+    """Who may write it but not give files away writes it in place."""
+    with tempfile.TemporaryDirectory() as folder:  # that of pytest is root's alone
+        os.chmod(folder, 0o777)
+        config = Path(folder, "config.json")
+        config.write_text('{"a": 1}')
+        os.chown(config, 0, THEIRS)
+        config.chmod(0o664)
+        number = config.stat().st_ino
+        backup = as_somebody(write_keys, config, {"a": 2})
+        assert config.read_text() == '{"a": 2}'
+        assert (config.stat().st_ino, rights(config)) == (number, (0, THEIRS, 0o664))
+        assert backup.read_text() == '{"a": 1}'
+        assert rights(backup) == (SOMEBODY, 0, 0o604)  # nothing for a group that is not THEIRS
+
+
+def test_all_names_of_a_file_lead_to_what_was_written(config, tmp_path):
+    other = tmp_path / "other.json"
+    other.hardlink_to(config)
+    backup = write_keys(config, {"a": 25})
+    assert other.read_bytes() == config.read_bytes() == b'{"a": 25}\r\n'
+    assert other.samefile(config)
+    assert write_keys(other, {"a": 1}).name == "other.json.bak"  # shorter again
+    assert config.read_bytes() == backup.read_bytes() == b'{"a": 1}\r\n'
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt()])
+def test_a_file_with_several_names_is_written_back(config, tmp_path, monkeypatch, error):
+    (tmp_path / "other.json").hardlink_to(config)
+    before = snapshot(tmp_path)
+    real, calls = os.fsync, []
+
+    def fail_once(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:  # after the backup's: all is written, and cannot be kept
+            raise error
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises((ConfigError, KeyboardInterrupt)) as caught:
+        write_keys(config, {"a": 2})
+    assert isinstance(error, KeyboardInterrupt) or "; nothing was changed" in str(caught.value)
+    assert len(calls) == 3
+    assert snapshot(tmp_path) == before
+
+
+def test_no_room_for_a_file_with_several_names(config, tmp_path):
+    config.write_text(json.dumps({"a": "x" * 40_000}))
+    (tmp_path / "other.json").hardlink_to(config)
+    before = snapshot(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        found = findings(write_keys, config, {"b": "y" * 40_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found == [("SEG001", "")]
+    assert snapshot(tmp_path) == before
+
+
+def test_what_cannot_be_written_back_is_in_the_backup(config, tmp_path, monkeypatch):
+    (tmp_path / "other.json").hardlink_to(config)
+    real, calls = os.fsync, []
+
+    def fail_from_then_on(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_from_then_on)
+    with pytest.raises(ConfigError, match=r"half written, and .*config.json.bak holds what it was"):
+        write_keys(config, {"a": 2})
+    assert config.with_name("config.json.bak").read_bytes() == b'{"a": 1}\r\n'
+
+
+@AS_ROOT
+def test_a_file_that_cannot_be_opened_is_not_said_to_be_half_written(config, tmp_path, monkeypatch):
+    (tmp_path / "other.json").hardlink_to(config)
+    before = snapshot(tmp_path)
+    real = Path.open
+
+    def refusing(path, mode="r", *args, **kwargs):
+        if mode == "r+b":
+            failing()
+        return real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refusing)
+    with pytest.raises(ConfigError, match="Permission denied; nothing was changed"):
+        write_keys(config, {"a": 2})
+    assert snapshot(tmp_path) == before
+
+
 def test_a_link_stays_a_link(tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -17,8 +17,10 @@ from simpletuner_segckpt.config.settings import load_settings
 from simpletuner_segckpt.estimator.predict.cards import card, cards
 from simpletuner_segckpt.estimator.predict.modes import MODES, keys_of
 from simpletuner_segckpt.estimator.predict.search import Search
-from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.profile.fake_tensors import without_memory
+from simpletuner_segckpt.estimator.profile.profile import profile, trained_bytes
 from simpletuner_segckpt.estimator.profile.trace import trace
+from simpletuner_segckpt.estimator.workload.build import build
 from simpletuner_segckpt.estimator.workload.optimizers import optimizers
 from simpletuner_segckpt.estimator.workload.parse import LOKR, Overrides, parse_workload
 from simpletuner_segckpt.messages.errors import ConfigError, UnknownFamily, WorkloadError
@@ -189,8 +191,9 @@ def test_an_adapter_that_fits_nothing():
 def test_a_preset_of_lycoris_is_for_one_model():
     def trained(preset):
         lycoris = {"algo": "lokr", "linear_dim": 10_000, "factor": 2, "apply_preset": preset}
-        config = {"lora_type": "lycoris", "lycoris_config": lycoris, "resolution": 64}
-        return profile(read(WAN | config, frames=5).workload).trained
+        work = read(WAN | {"lora_type": "lycoris", "lycoris_config": lycoris}).workload
+        with without_memory():
+            return trained_bytes([build(work)])
 
     plain = {"target_module": ["WanAttention"]}
     first = trained(plain)
@@ -208,13 +211,10 @@ def test_estimates_as_records():
         registry=REGISTRY,
         overrides=Overrides(width=64, height=64, frames=5),
         on=card("h100"),
-        traced=["config"],
     )
     by_mode = {row.estimate.mode: row for row in found.rows}
     assert list(by_mode) == ["config", *MODES]
     assert by_mode["config"].estimate.step == by_mode["interval2"].estimate.step
-    step = by_mode["config"].estimate.step
-    assert by_mode["config"].traced == pytest.approx(step.peak, rel=0.005)
     assert by_mode["none"].against_none == 1
     assert by_mode["none"].estimate.step.recomputed_share == 0
     assert 0.95 < by_mode["layer"].estimate.step.recomputed_share <= 1
@@ -320,16 +320,15 @@ def test_the_search_is_exact(name, flavour, layers, config):
     assert search.smallest(faster_than=limit).step.peak == min(below)
 
 
-@pytest.mark.parametrize("gib", [16, 24, 48, 80])
-def test_a_plan_for_wan_fits(gib):
-    found = plan.plan_config(WAN, gib * GIB, registry=REGISTRY)
+def test_a_plan_for_wan_fits():
+    found = plan.plan_config(WAN, 24 * GIB, registry=REGISTRY)
     assert (found.read.workload.width, found.read.workload.frames) == (832, 81)
     peak = trace(found.read.workload, found.found.keys)
-    assert peak <= found.usable < gib * GIB
-    if gib == 24:  # of the published modes, these fit there
-        for mode in ("layer", "interval2", "torch-ffn+offload", "seg2-stride4+offload"):
-            step = estimate.estimate_config(WAN, registry=REGISTRY, modes=[mode], on=found.card)
-            assert found.found.seconds < step.rows[1].time.total
+    assert peak <= found.usable < 24 * GIB
+    # Of the published modes, these fit there.
+    slower = ["layer", "interval2", "torch-ffn+offload", "seg2-stride4+offload"]
+    rows = estimate.estimate_config(WAN, registry=REGISTRY, modes=slower, on=found.card).rows
+    assert all(found.found.seconds < row.time.total for row in rows[1:])
     assert found.next is None or found.next.step.peak > found.found.step.peak
 
 
@@ -417,7 +416,7 @@ def test_no_amount_of_memory(tmp_path, capsys, budget):
 
 def test_a_budget_as_text():
     found = plan.plan_config(
-        WAN, "4GiB", registry=REGISTRY, overrides=Overrides(width=64, height=64)
+        WAN, "4GiB", registry=REGISTRY, overrides=Overrides(width=64, height=64, frames=5)
     )
     assert found.budget == 4 * GIB
 

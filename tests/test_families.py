@@ -16,7 +16,14 @@ from simpletuner_segckpt.schedules.report import UNITS
 from simpletuner_segckpt.schedules.schedule import make_schedules
 from simpletuner_segckpt.verify.step import counted, step
 
-SCHEDULES = [(1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None)]
+# Interval, stride and keep_last. The first three on every class; all of them on a few.
+EVERYWHERE = [(2, None, 1), (2, 4, 0), (3, None, 0)]
+ALL = [
+    (interval, stride, keep_last)
+    for interval, stride in [(1, None), (2, None), (3, None), (2, 4), (1, 3), (9, None)]
+    for keep_last in (0, 1, 3)
+]
+IN_FULL = ("flux", "wan", "sd1x")  # two stacks, one stack, units beside stacks
 FOUNDATION = {
     "diffusers.FluxTransformer2DModel",
     "diffusers.Flux2Transformer2DModel",
@@ -36,66 +43,82 @@ CLASSES = {
     for tiny in family.tiny
     if not missing_needs(tiny)
 }
-# The first ten families in every way of training, the others with full training in float32.
+# Name, what is trained, precision, and the schedules. Full training in float32 for every class; the
+# first ten families in every other way of training under one schedule.
 CASES = [
-    (name, training, precision)
-    for name, (_, tiny) in sorted(CLASSES.items())
-    for training in ("full", "lora")
-    for precision in ("float32", "bfloat16 autocast")
+    pytest.param(name, training, precision, schedules, id=f"{name} {training} {precision}")
+    for name, (family, tiny) in sorted(CLASSES.items())
+    for training, precision, schedules in (
+        ("full", "float32", ALL if family.family in IN_FULL else EVERYWHERE),
+        ("full", "bfloat16 autocast", [(2, 4, 0)]),
+        ("lora", "float32", [(2, None, 1)]),
+        ("lora", "bfloat16 autocast", [(3, None, 0)]),
+    )
     if tiny.model_class in FOUNDATION or (training, precision) == ("full", "float32")
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=" ".join)
-def reference(request):
-    name, training, precision = request.param
+@pytest.mark.parametrize(("name", "training", "precision", "schedules"), CASES)
+def test_gradients_and_calls(name, training, precision, schedules):
     family, tiny = CLASSES[name]
     model = make_model(tiny).train()
     set_dropout(model)
     if training == "lora":
         add_lora(model)
     inputs, autocast = make_inputs(tiny), precision != "float32"
-    return family, model, inputs, autocast, step(model, inputs, autocast)
+    expected = step(model, inputs, autocast)
+    for schedule in schedules:
+        check_schedule(family, model, inputs, autocast, expected, *schedule)
 
 
-@pytest.mark.parametrize("keep_last", [0, 1, 3])
-@pytest.mark.parametrize(("interval", "stride"), SCHEDULES)
-def test_gradients_and_calls(reference, interval, stride, keep_last):
-    family, model, inputs, autocast, expected = reference
+def check_schedule(family, model, inputs, autocast, expected, interval, stride, keep_last):
+    """Gradients bit-equal, and every block called as often as the schedule says."""
     installation = simpletuner_segckpt.apply(
         model, keys(interval, stride, keep_last), family=family
     )
     stacks = {stack.path: stack.blocks for stack in installation.report.stacks}
     schedules = make_schedules(stacks, interval, stride, keep_last)
     lists = [path for path in stacks if path != UNITS]
+    asked = f"interval {interval}, stride {stride}, keep_last {keep_last}"
     try:
         for run in range(2):  # the first one records, the second one forms segments
             with counted(model, lists) as calls:
-                assert step(model, inputs, autocast) == expected
+                assert step(model, inputs, autocast) == expected, asked
             for path in lists:
                 covered = dict.fromkeys(schedules[path].covered, 2)
                 gap = dict.fromkeys(schedules[path].gap, 1)
-                assert calls[path] == Counter(covered | gap), (run, path)
+                assert calls[path] == Counter(covered | gap), (run, path, asked)
         if UNITS in stacks:  # modules that run more than once count each time
             ran = len(installation.effect[UNITS].spans)
             schedules = make_schedules(stacks | {UNITS: ran}, interval, stride, keep_last)
         for path, schedule in schedules.items():
             effect = installation.effect[path]
-            assert effect.covered == schedule.covered
+            assert effect.covered == schedule.covered, asked
             stack = next((s for s in family.stacks if s.describes(path)), None)
             if stack and not stack.per_block and not stack.cut:
-                assert effect.segments == schedule.segments
+                assert effect.segments == schedule.segments, asked
     finally:
         installation.remove()
 
 
 @pytest.mark.parametrize("case", CLASSES.values(), ids=CLASSES)
-def test_family_says_what_the_model_does(case):
-    """The carried state in the file is what the identity check finds on the real model."""
+def test_family_says_what_the_model_is_and_does(case, monkeypatch):
+    """The carried state in the file is what the identity check finds on the real model; every list
+    of blocks is in the report; and checkpoint calls are of the non-reentrant kind."""
+    calls = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs["use_reentrant"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
     family, tiny = case
     model, inputs = make_model(tiny).train(), make_inputs(tiny)
     installation = simpletuner_segckpt.apply(model, keys(2), family=family)
+    check_lists(family, model, installation.report)
     model(**inputs)
+    assert set(calls) == {False}
     for stack in family.stacks:
         lists = [path for path in matching(model, stack.path) if len(blocks_of(model, path)) > 1]
         assert lists or stack.optional
@@ -103,11 +126,7 @@ def test_family_says_what_the_model_does(case):
             check_stack(stack, path, blocks_of(model, path), installation)
 
 
-@pytest.mark.parametrize("case", CLASSES.values(), ids=CLASSES)
-def test_the_report_accounts_for_every_list_of_blocks(case):
-    family, tiny = case
-    model = make_model(tiny)
-    report = simpletuner_segckpt.apply(model, keys(2), family=family).report
+def check_lists(family, model, report):
     reported = {stack.path for stack in report.stacks} | {path for path, _ in report.left_out}
     units = units_of(model, family.units, reported)
     for path, module in model.named_modules():
@@ -121,24 +140,6 @@ def test_the_report_accounts_for_every_list_of_blocks(case):
         assert path in reported or inside or above, path
 
 
-def test_every_checkpoint_call_is_non_reentrant(monkeypatch):
-    calls = []
-    real = torch.utils.checkpoint.checkpoint
-
-    def spy(*args, **kwargs):
-        calls.append(kwargs["use_reentrant"])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
-    for family, tiny in CLASSES.values():
-        model, inputs = make_model(tiny).train(), make_inputs(tiny)
-        simpletuner_segckpt.apply(model, keys(2), family=family)
-        before = len(calls)
-        model(**inputs)
-        assert len(calls) > before, tiny.model_class
-    assert set(calls) == {False}
-
-
 def check_stack(stack, path, blocks, installation):
     assert stack.block in {type(block).__name__ for block in blocks}
     for part in (*stack.feed_forward, *stack.attention):
@@ -146,10 +147,7 @@ def check_stack(stack, path, blocks, installation):
         assert all(hasattr(block, part.partition(".")[0]) for block in blocks), part
     if stack.per_block:
         return
-    [proof] = [
-        proof for (_, found), proof in installation._owner.forwards._proven.items() if found == path
-    ]
-    for boundary in proof.boundaries:
+    for boundary in installation.proofs[path].boundaries:
         if isinstance(boundary, Link):
             assert boundary.by_name == stack.sources
         else:

@@ -645,6 +645,90 @@ def test_buffers_that_blocks_write(kind, interval, how):
             assert torch.equal(mine, right)
 
 
+def state_of(model):
+    """What a recompute puts back for its time, by module name."""
+    return {
+        name: (
+            {k: v.copy() if isinstance(v, dict) else v for k, v in module.__dict__.items()},
+            [(p, p.requires_grad) for p in module.parameters(recurse=False)],
+            [(id(b), b._version) for b in module.buffers(recurse=False)],
+        )
+        for name, module in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_recompute_that_cannot_begin_leaves_the_modules_as_they_are(
+    error, copies, interval, monkeypatch
+):
+    """The memory for its buffers is not there, say, when some have been put back."""
+
+    class Variant(WithDoor):
+        def build(self, depth):
+            super().build(depth)
+            self.blocks = nn.ModuleList(Averaging("in place") for _ in range(depth))
+
+    model, inputs = toy(Variant)
+    twin = copy.deepcopy(model)
+    simpletuner_segckpt.apply(model, keys(interval))
+    for _ in range(2):
+        step(model, inputs)
+        step(twin, inputs)
+    loss = loss_of(model(**inputs))
+    model.eval()
+    model.blocks.requires_grad_(False)
+    for block in model.blocks:
+        block.inner.register_forward_hook(lambda *_: None)
+        block.processor = None
+    before = state_of(model)
+    made = []
+
+    def clone(tensor):
+        made.append(tensor)
+        if len(made) > copies:
+            raise error("there is none")
+        return tensor.detach().mul(1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "clone", clone)
+        with pytest.raises(error):
+            loss.backward()
+    assert len(made) == copies + 1
+    assert state_of(model) == before
+    model.train().requires_grad_()
+    loss_of(twin(**inputs))
+    assert step(model, inputs) == step(twin, inputs)
+
+
+def test_what_is_gone_is_gone_after_a_recompute():
+    """A buffer, and an attribute that is None where it was something."""
+
+    class Optional(Averaging):
+        def forward(self, hidden_states, temb):
+            assert self.processor
+            return super().forward(hidden_states, temb)
+
+    class Variant(WithDoor):
+        def build(self, depth):
+            super().build(depth)
+            self.blocks = nn.ModuleList(Optional("in place") for _ in range(depth))
+
+    model, inputs = toy(Variant)
+    simpletuner_segckpt.apply(model, keys(2))
+    for block in model.blocks:
+        block.processor = "plain"
+    loss = loss_of(model(**inputs))
+    for block in model.blocks:
+        block.processor = None
+        del block.mean
+    loss.backward()
+    for block in model.blocks:
+        assert "mean" not in block._buffers
+        assert block.__dict__["processor"] is None
+
+
 class Doubling:
     """Stands in for the forward, or the attention processor, of a module for a while."""
 

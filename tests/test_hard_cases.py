@@ -13,8 +13,12 @@ import torch.utils.checkpoint
 from torch import nn
 from toys import WIDTH, Block, Doorless, WithDoor, Wrapper, toy
 from training import add_lora, keys, model_and_inputs
+from transformers import LlamaConfig, LlamaModel
 
 import simpletuner_segckpt
+from simpletuner_segckpt.engine.proof import Proof
+from simpletuner_segckpt.engine.proven import MOST_SHAPES, CallShape, Proven, call_shape
+from simpletuner_segckpt.schedules.schedule import Schedule
 from simpletuner_segckpt.verify.step import counted, step
 
 KINDS = [WithDoor, Doorless]
@@ -345,6 +349,80 @@ def interrupt(index, state):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_inside_a_forward_that_goes_on(kind):
+    model, inputs = toy(kind)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+
+    def inside(index, state):
+        if index == 1:
+            model.between = interrupt
+            with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
+                model(**inputs)
+            model.between = inside
+        return state
+
+    model.between = inside
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.history.trained == 2
+    assert installation.effect["blocks"].segments == WIDE
+    assert installation._owner._running == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_returns_nothing(kind):
+    """It trains like any other; one that raises does not."""
+
+    class Leaves(kind):
+        def forward(self, hidden_states, temb):
+            self.results = [super().forward(hidden_states, temb)]
+
+    def run(**inputs):
+        assert model(**inputs) is None
+        return model.results.pop()
+
+    model, inputs = toy(Leaves)
+    expected = step(model, inputs, run=run)
+    before = {name: dict(m.__dict__) for name, m in model.named_modules()}
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for trained in range(1, 4):
+        assert step(model, inputs, run=run) == expected
+        assert installation.history.trained == trained
+    assert installation.effect["blocks"].segments == WIDE
+    model.between = fail
+    with pytest.raises(ArithmeticError):
+        model(**inputs)
+    del model.between
+    assert installation.history.trained == 3
+    assert installation._owner._running == {}
+    model = copy.deepcopy(model)
+    assert step(model, inputs, run=run) == expected
+    assert simpletuner_segckpt.installation_of(model).history.trained == 1
+    model = installation.model
+    installation.remove()
+    assert {name: dict(m.__dict__) for name, m in model.named_modules()} == before
+
+
+def test_a_forward_whose_hook_raises_does_not_count():
+    model, inputs = toy(WithDoor)
+    hook = model.register_forward_hook(lambda *_: fail())
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    with pytest.raises(ArithmeticError):
+        model(**inputs)
+    assert installation.history.trained == 0
+    assert installation.effect is None
+    assert installation._owner._running == {}
+    hook.remove()
+    step(model, inputs)
+    assert installation.history.trained == 1
+
+
+def fail(*_):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_without_gradients_inside_a_training_forward(kind):
     model, inputs = toy(kind)
     expected = step(model, inputs)
@@ -380,6 +458,19 @@ def test_blocks_removed_after_apply(kind, caplog):
     assert "has 5 blocks now and had 6" in caplog.text
     installation.remove()
     assert [step(model, inputs)] * 2 == with_plugin
+
+
+def test_blocks_with_switches_of_their_own_removed_after_apply():
+    config = {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 16}
+    model = LlamaModel(LlamaConfig(vocab_size=9, num_attention_heads=2, **config)).train()
+    inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "use_cache": False}
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        step(model, inputs)
+    del model.layers[3]
+    with_plugin = step(model, inputs)
+    installation.remove()
+    assert step(model, inputs) == with_plugin
 
 
 def test_a_broken_installation_is_rolled_back(monkeypatch):
@@ -620,6 +711,102 @@ def test_a_copy_of_one_block_is_a_plain_block():
     for twin in (copy.deepcopy(model.blocks[0]), pickle.loads(pickle.dumps(model.blocks[0]))):
         assert type(twin) is Block
         assert "_segckpt_receiver" not in twin.__dict__
+
+
+# Dicts among the arguments, whose keys vary.
+
+
+def takes_options(kind):
+    """A toy whose blocks are given a dict; its key ``add`` adds something between two of them."""
+
+    class WithOptions(Block):
+        def forward(self, hidden_states, temb, options=None):
+            scale = sum(value.mean() for value in (options or {}).values())
+            return super().forward(hidden_states, temb) * (1 + scale)
+
+    def forward(self, hidden_states, temb, options=None):
+        for index, block in enumerate(self.blocks):
+            if self.__dict__.get("gradient_checkpointing") and torch.is_grad_enabled():
+                hidden_states = self._gradient_checkpointing_func(
+                    block, hidden_states, temb, options
+                )
+            else:
+                hidden_states = block(hidden_states, temb, options)
+            if index == 2 and "add" in (options or {}):
+                hidden_states = hidden_states + options["add"]
+        return self.out(hidden_states)
+
+    model, inputs = variant(kind, forward, WithOptions)
+    twin = copy.deepcopy(model)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+
+    def run(*names):
+        """One step with these keys: right, or broken; the strategy."""
+        options = {name: torch.full((WIDTH,), 0.1 * (1 + n)) for n, name in enumerate(names)}
+        found = step(model, inputs | {"options": options})
+        assert found == step(twin, inputs | {"options": options})
+        return installation.effect["blocks"].strategy
+
+    return run, installation._owner.forwards._proven["blocks"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_are_new_in_every_step(kind):
+    run, proven = takes_options(kind)
+    assert [run(f"step_{n}") for n in range(6)] == ["per-block"] * 2 + ["segmented"] * 4
+    assert len(proven) == 2
+    # The loop hands the dict on: with more keys the arguments of a block are others.
+    assert [run("a", f"b_{n}") for n in range(4)] == ["per-block"] * 2 + ["segmented"] * 2
+    assert run("step_9") == run("a", "b_9") == run("step_0") == "segmented"
+    assert len(proven) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_that_turn_out_to_matter(kind):
+    run, _ = takes_options(kind)
+    assert [run(name) for name in ("a", "b", "c")] == ["per-block", "per-block", "segmented"]
+    with pytest.raises(simpletuner_segckpt.SegmentBroken):
+        run("add")
+    # From now on each set of keys is looked at by itself; those that were are known.
+    assert run("add") == "per-block"
+    assert [run(name) for name in ("a", "b", "c", "c", "d")] == [
+        *("segmented", "segmented", "per-block", "segmented", "per-block")
+    ]
+
+
+def test_keys_that_are_seen_to_matter():
+    run, proven = takes_options(WithDoor)
+    assert [run(name) for name in ("add", "b", "c", "c")] == ["per-block"] * 3 + ["segmented"]
+    assert run("add") == "segmented"  # but for the boundary where something is added
+    for n in range(MOST_SHAPES + 6):
+        assert run(f"new_{n}") == "per-block"
+    assert len(proven) == MOST_SHAPES
+
+
+def test_what_is_remembered_of_shapes_of_calls():
+    proven = Proven()
+    proof = Proof(Schedule(2, ()), ("it is read",))
+    shapes = [call_shape({f"argument_{n}": 1}, True) for n in range(1000)]
+    for shape in shapes:
+        proven.put(shape, proof)
+        assert proven.get(shapes[0]) is proof  # the one that is met most often stays
+    assert len(proven) == MOST_SHAPES
+    assert proven.get(shapes[1]) is None
+
+
+def test_shapes_of_calls():
+    def shape(training=True, **arguments):
+        return call_shape(arguments, training, named={"residuals"})
+
+    assert shape(a=1, b=None) == shape(a=torch.ones(3)) == CallShape((True, ("a", None)))
+    assert shape(a=1, c=True) != shape(a=1, c=False) != shape(a=1) != shape(training=False, a=1)
+    empty, one = shape(a={}), shape(a={"x": 1})
+    assert shape(a=None) != empty != one
+    assert one.given == shape(a={"y": 2}).given
+    assert one.keys != shape(a={"y": 2}).keys
+    # A key that is the name of a condition is never one of many.
+    assert one.given != shape(a={"residuals": 1}).given
+    assert shape(a={"residuals": 1}, b={3: 1}).keys == ((), ("3",))
 
 
 # Two schedules on one model.

@@ -12,6 +12,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.utils.checkpoint
+from accelerate.utils import compile_regions
+from diffusers import ModelMixin
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -19,6 +21,12 @@ from toys import Doorless, WithDoor, toy
 from training import add_lora, keys, model_and_inputs, set_dropout
 
 import simpletuner_segckpt
+from simpletuner_segckpt.engine import entry as entry_module
+from simpletuner_segckpt.engine.entry import CheckpointEntry
+from simpletuner_segckpt.install import apply as apply_module
+from simpletuner_segckpt.install.apply import overall_history
+from simpletuner_segckpt.model import compiled
+from simpletuner_segckpt.model.flags import CheckpointFlags
 from simpletuner_segckpt.verify.memory import SavedBytes
 from simpletuner_segckpt.verify.step import counted, loss_of, step
 
@@ -207,7 +215,8 @@ def test_applied_again_without_the_keys(flux):
     with counted(model, STACKS) as calls:
         assert step(model, inputs) == expected
     assert calls["transformer_blocks"] == Counter(dict.fromkeys(range(5), 2))
-    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
+    assert len(model._forward_pre_hooks) == 1
+    assert len(model._forward_hooks) == 2  # that it returned, and that it is over
     assert segments(installation) == [tuple(range(b, b + 1) for b in range(5))] * 2
 
 
@@ -221,6 +230,94 @@ def test_a_bad_config_leaves_the_model_as_it_is(flux):
         simpletuner_segckpt.apply(model, keys(2), family="fluxx")
     step(model, inputs)
     assert segments(installation) == [PLAN, PLAN]
+
+
+# What an apply does, in this order: who can raise in it, and what.
+STAGES = [
+    (CheckpointEntry, "step_aside"),
+    (CheckpointFlags, "__init__"),
+    (CheckpointEntry, "claim"),
+    (CheckpointEntry, "intercept"),
+    (CheckpointEntry, "intercept_submodules"),
+    (ModelMixin, "enable_gradient_checkpointing"),
+    (torch.nn.Module, "register_forward_pre_hook"),
+    (torch.nn.Module, "register_forward_hook"),
+    (entry_module, "cache_makers"),
+    (apply_module, "Installation"),
+    (logging.Logger, "info"),
+]
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage[1])
+@pytest.mark.parametrize("kind", [WithDoor, Doorless])
+def test_an_apply_that_fails_leaves_the_schedule_that_was_there(
+    kind, stage, after, error, monkeypatch
+):
+    if stage[0] is ModelMixin and kind is Doorless:
+        pytest.skip("it has no such method")
+    model, inputs = toy(kind)
+    model.register_forward_hook(lambda *_: None)  # those of others stay where they are
+    expected = step(model, inputs)
+    pristine = snapshot(model)
+    installation = installed(model, inputs, keys(2))
+    model.register_forward_hook(lambda *_: None)
+    before = snapshot(model)
+    holders = set(compiled._holders)
+    real = getattr(*stage)
+
+    def fail(*args, **kwargs):
+        if after:
+            real(*args, **kwargs)
+        raise error("boom")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*stage, fail)
+        with pytest.raises(error):
+            simpletuner_segckpt.apply(model, keys(3))
+    assert snapshot(model) == before
+    assert simpletuner_segckpt.installation_of(model).report is installation.report
+    assert not compiled._holders - holders
+    assert step(model, inputs) == expected
+    assert installation.history.trained == 3
+    assert segments(installation) == [(range(0, 2), range(2, 4), range(4, 6))]
+    assert simpletuner_segckpt.apply(model, keys(3)).report is not installation.report
+    simpletuner_segckpt.remove(model)
+    simpletuner_segckpt.remove(model)
+    model._forward_hooks.popitem()
+    assert snapshot(model) == pristine
+
+
+def test_a_first_apply_that_fails_leaves_no_trace(monkeypatch):
+    model, _ = toy(Doorless)
+    before = snapshot(model)
+    for stage in STAGES[1:]:
+        with monkeypatch.context() as patched:
+            patched.setattr(*stage, explode)
+            if stage[0] is not ModelMixin:
+                with pytest.raises(ArithmeticError):
+                    simpletuner_segckpt.apply(model, keys(2))
+        assert snapshot(model) == before
+    assert simpletuner_segckpt.installation_of(model) is None
+
+
+def test_an_apply_that_fails_on_a_model_whose_regions_are_compiled(monkeypatch):
+    """The schedule is on the model and on the copy of it that accelerate trains."""
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    twin = compile_regions(model, backend="eager")
+    step(model, inputs)
+    assert step(model, inputs, run=twin) == expected
+    before = snapshot(model), snapshot(twin)
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointEntry, "attach", explode)
+        with pytest.raises(ArithmeticError):
+            simpletuner_segckpt.apply(twin, keys(3))
+    assert (snapshot(model), snapshot(twin)) == before
+    assert step(model, inputs, run=twin) == expected
+    assert installation.history.trained == 3
 
 
 def test_names_and_files_are_untouched(flux, tmp_path):
@@ -290,6 +387,39 @@ def test_copies_are_independent(kind, duplicate, native):
     del model, installation
     gc.collect()
     assert watcher() is None
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), roundtrip]
+)
+def test_a_copy_counts_for_itself(duplicate):
+    model, inputs = toy(WithDoor)
+    installation = installed(model, inputs, keys(2))
+    twin = duplicate(model)
+    own = simpletuner_segckpt.installation_of(twin)
+    assert own.effect is None
+    assert str(own.history) == "forwards: none observed"
+    step(twin, inputs)
+    with torch.no_grad():
+        twin(**inputs)
+    assert segments(own) == [(range(0, 2), range(2, 4), range(4, 6))]  # what was proven holds
+    assert (own.history.trained, own.history.without_gradients) == (1, 1)
+    assert (installation.history.trained, installation.history.without_gradients) == (2, 0)
+    together = duplicate is copy.deepcopy
+    overall = overall_history(installation)
+    assert (overall.trained, overall.without_gradients) == (2 + together, together)
+    step(model, inputs)
+    assert (own.history.trained, installation.history.trained) == (1, 3)
+    assert overall_history(own).trained == (4 if together else 1)
+
+
+def test_a_shallow_copy_counts_for_its_model():
+    """accelerate makes one when it compiles regions."""
+    model, inputs = toy(WithDoor)
+    installation = installed(model, inputs, keys(2))
+    step(model, inputs, run=copy.copy(model))
+    step(model, inputs, run=compile_regions(model, backend="eager"))
+    assert installation.history.trained == 4
 
 
 def test_peft_wrapping_and_eval_mode_of_the_base(flux):
@@ -434,6 +564,19 @@ def test_another_shape_of_call_is_proven_anew(flux):
     assert {stack.strategy for stack in installation.effect.stacks} == {"per-block"}
     assert step(model, inputs | {"joint_attention_kwargs": {}}) == expected[1]
     assert segments(installation) == [PLAN, PLAN]
+
+
+def test_keys_that_are_new_in_every_step_of_a_model_that_is_described(flux):
+    """Its file names what matters to the loop, and these keys are not it."""
+    model, inputs = flux
+    steps = [inputs | {"joint_attention_kwargs": {f"step_{n}": torch.ones(1)}} for n in range(4)]
+    expected = [step(model, inputs) for inputs in steps]
+    installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    strategies = []
+    for inputs, right in zip(steps, expected, strict=True):
+        assert step(model, inputs) == right
+        strategies.append(installation.effect["transformer_blocks"].strategy)
+    assert strategies == ["per-block", "segmented", "segmented", "segmented"]
 
 
 def test_kept_bytes_follow_the_schedule():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpletuner_segckpt import SegmentBroken, UnsupportedModel
-from simpletuner_segckpt.messages.findings import RULES, WARNINGS
+from simpletuner_segckpt.messages.findings import RULES, WARNINGS, printable
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -37,3 +37,11 @@ def test_errors_begin_with_their_code(kind, code):
     assert str(error) == f"{code} what happened"
     for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert str(same) == str(error)
+
+
+def test_a_line_that_is_too_long_keeps_both_ends():
+    assert printable("a\nb\x1b" + "x" * 380) == "a\\nb\\x1b" + "x" * 380
+    shown = printable("file " + "x" * 5000 + ": File name too long")
+    assert len(shown) == 400
+    assert shown.startswith("file xxx")
+    assert shown.endswith("xxx: File name too long")

@@ -61,7 +61,7 @@ def round_trip(accelerator, *tensors):
     back: list[torch.Tensor] = []
     moving = Offload(host(accelerator))
     y = moving.run("inputs", Saves.apply, x, back, *tensors)
-    moving.settle()
+    moving.finish()
     y.sum().backward()
     return back
 
@@ -112,10 +112,10 @@ def test_a_storage_that_was_written_since_is_moved_again(accelerator):
     state = torch.zeros(400)
     moving = Offload(host(accelerator))
     first = moving.run("inputs", Saves.apply, x, back, state)
-    moving.settle()
+    moving.finish()
     state += 1
     second = moving.run("inputs", Saves.apply, first, back, state)
-    moving.settle()
+    moving.finish()
     second.sum().backward()
     assert [tensor.mean().item() for tensor in back] == [1.0, 0.0]
     assert accelerator.stored == 2
@@ -127,7 +127,7 @@ def test_a_write_into_a_storage_that_is_being_moved_is_an_error(accelerator):
     moving.run("inputs", Saves.apply, torch.ones(3, requires_grad=True), [], state)
     state += 1
     with pytest.raises(RuntimeError, match=r"shape \(400,\) that backward needs was written"):
-        moving.settle()
+        moving.finish()
 
 
 def test_parameters_and_their_views_stay(accelerator):
@@ -146,7 +146,7 @@ def test_only_a_few_tensors_wait_for_their_copies(accelerator):
         x = moving.run("inputs", Saves.apply, x, [], torch.randn(300))
         assert len(moving._leaving) <= MOST_LEAVING
     done = accelerator.streams[0].done
-    moving.settle()
+    moving.finish()
     assert accelerator.streams[0].done > done
     assert not moving._leaving
     assert no_copy_is_late(accelerator)

@@ -4,10 +4,12 @@ And classes that bring their own setters, as trainers' classes do.
 """
 
 import copy
+import logging
 
 import pytest
 import torch
 from counting import watched
+from diffusers import ModelMixin
 from torch import nn
 from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, family, keys
@@ -15,6 +17,7 @@ from training import REGISTRY, family, keys
 import simpletuner_segckpt
 from simpletuner_segckpt import ConfigError, Family
 from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.install import own_setters
 from simpletuner_segckpt.schedules.own_setters import COVERAGES, MEANINGS, native_report
 from simpletuner_segckpt.schedules.report import make_report
 from simpletuner_segckpt.verify.step import step
@@ -268,6 +271,35 @@ def test_native_setters_are_called_and_restored():
     assert model.interval == 3
     simpletuner_segckpt.remove(model)
     assert model.__dict__ == before
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["interval", "stride", "enable", "remarks", "info"])
+def test_native_setters_that_fail_leave_what_was_set_before(where, error, monkeypatch):
+    def fail(*_, **__):
+        raise error("boom")
+
+    model, inputs = toy(Native)
+    expected = step(model, inputs)
+    pristine = copy.copy(model.__dict__)
+    first = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+    before = copy.copy(model.__dict__)
+    owner, name = {
+        "interval": (Native, "set_gradient_checkpointing_interval"),
+        "stride": (Native, "set_gradient_checkpointing_segment_stride"),
+        "enable": (ModelMixin, "enable_gradient_checkpointing"),
+        "remarks": (own_setters, "differences"),
+        "info": (logging.Logger, "info"),
+    }[where]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, fail)
+        with pytest.raises(error):
+            simpletuner_segckpt.apply(model, keys(3), family=native_family())
+    assert model.__dict__ == before
+    assert simpletuner_segckpt.installation_of(model).report is first.report
+    assert step(model, inputs) == expected
+    first.remove()
+    assert model.__dict__ == pristine
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,12 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "size"), SIZES)
-def test_a_step_of_every_size(name, size):
+def step_of(name, size):
+    """A training step of two samples on the first few blocks of a published size."""
     family = TRAINED[name]
     training = family.training
     width, height = training.resolution
-    work = Workload(
+    return Workload(
         family=family,
         model_class=family.classes[0],
         config=few_blocks(family, family.config_of_size(size), BLOCKS.get(name, 2)),
@@ -87,22 +87,41 @@ def test_a_step_of_every_size(name, size):
         frames=training.frames,
         targets=training.targets,
     )
-    with fakes.without_memory(), KnownValues(training.experts):
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in SIZES}))
+def test_a_step_of_every_family(name):
+    """Of its first size. The others differ in numbers, with which the inputs have to agree."""
+    first, *others = (size for of, size in SIZES if of == name)
+    work = step_of(name, first)
+    targets = work.family.training.targets
+    with fakes.without_memory(), KnownValues(work.family.training.experts):
         model = building.build(work)
-        arguments = building.inputs(work)
-        with CudaSemantics(torch.bfloat16):
-            result = model(**arguments)
-            outputs = [
-                leaf
-                for leaf in pytree.tree_leaves(result)
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            ]
-            fakes.backward([output.float().mean() for output in outputs])
-    assert any(parameter.grad is not None for parameter in model.parameters())
-    adapted = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
-    for target in training.targets:
-        assert any(tail(path, target) for path in adapted), target
-    assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
+        outputs = forward_of(model, work)
+        fakes.backward([output.float().mean() for output in outputs])
+        assert any(parameter.grad is not None for parameter in model.parameters())
+        assert adapted(model, targets) == set(targets)
+        assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
+        for size in others:
+            work = step_of(name, size)
+            model = building.build(work)
+            assert adapted(model, targets) == set(targets), size
+            with torch.no_grad():
+                forward_of(model, work)
+
+
+def forward_of(model, work):
+    """What of its output needs a gradient."""
+    with CudaSemantics(torch.bfloat16):
+        result = model(**building.inputs(work))
+    leaves = pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+def adapted(model, targets):
+    """The targets that name a layer with an adapter."""
+    paths = [path for path, module in model.named_modules() if hasattr(module, "lora_A")]
+    return {target for target in targets if any(tail(path, target) for path in paths)}
 
 
 @pytest.mark.parametrize("name", VALUES_ASKED)

@@ -49,9 +49,10 @@ def explode(*_, **__):
     raise ArithmeticError
 
 
-@pytest.mark.parametrize("name", ["sdxl", "stable_cascade", "sd1x", "kolors"])
-@pytest.mark.parametrize(("interval", "stride"), [(2, 4), (3, None)])
-def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
+@pytest.mark.parametrize(
+    ("name", "interval", "stride"), [("sdxl", 2, 4), ("stable_cascade", 3, None)]
+)
+def test_the_same_micro_blocks_on_step_1_and_step_16(name, interval, stride):
     model, inputs = model_and_inputs(name)
     other, other_inputs = toy(WithDoor)
     other.enable_gradient_checkpointing()
@@ -59,11 +60,11 @@ def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
     installation = simpletuner_segckpt.apply(model, keys(interval, stride) | {"model_family": name})
     assert installation.report.family == name
     steps = []
-    for number in range(50):
+    for number in range(16):
         result, calls = recomputed(model, inputs)
         steps.append(calls)
         assert result == expected, number
-        if number % 7 == 0:
+        if number % 4 == 0:
             with torch.no_grad():
                 model(**inputs)
             last = [m for n, m in model.named_modules() if n in steps[0]][-1]
@@ -72,7 +73,7 @@ def test_the_same_micro_blocks_on_step_1_and_step_50(name, interval, stride):
                 model(**inputs)
             del last.forward
             step(other, other_inputs)
-    assert steps == [steps[0]] * 50
+    assert steps == [steps[0]] * 16
     # Covered modules run twice: as many runs more as there are covered spans, nowhere else.
     effect = installation.effect
     recomputed_spans = sum(len(stack.covered) for stack in effect.stacks)

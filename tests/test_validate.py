@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import string
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simpletuner_segckpt.config_schema.keys import CHECKPOINTING_KEYS, TRAINER_KEYS
 
+from simpletuner_segckpt import FamilyRegistry
+from simpletuner_segckpt.commands import families
 from simpletuner_segckpt.commands.validate import FORMATS, main
+from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.estimator.workload.parse import Overrides, parse_workload
 from simpletuner_segckpt.messages.findings import RULES
 
 INTERVAL = "gradient_checkpointing_interval"
@@ -445,12 +451,224 @@ def test_a_command_line_that_cannot_run(validate, options):
     assert validate({INTERVAL: 2}, *options)[0] == 2
 
 
+LONG = "x" * 5000  # longer than any file system takes
+COMMANDS = {
+    "validate": ["config.json"],
+    "families": [],
+    "estimate": ["config.json"],
+    "plan": ["config.json", "--budget", "24GiB"],
+    "compare": ["results.jsonl"],
+    "check": ["flux"],
+    "bench": ["config.json", "--tiny"],
+    "launch": ["--config", "config.json", "script.py"],
+}
+
+
+@pytest.fixture
+def run(tmp_path, capfd, monkeypatch):
+    """Runs a command in a folder with a config; exit code and what it said where."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps({"model_family": "flux", INTERVAL: 2}))
+    Path("script.py").write_text("")
+
+    def run(command, *arguments):
+        main = import_module(f"simpletuner_segckpt.commands.{command}").main
+        code = main([*arguments])
+        sys.stdout.flush()
+        return code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (LONG, "File name too long"),
+        ("a\0b", "embedded null"),
+        ("config.json", "Not a directory"),
+        ("nowhere", "No such file or directory"),
+        ("folder", "family.toml: Is a directory"),
+    ],
+)
+def test_family_files_that_cannot_be_read(run, command, folder, reason):
+    Path("folder", "family.toml").mkdir(parents=True)
+    code, out, err = run(command, "--families", folder, *COMMANDS[command])
+    assert (code, out) == (2, "")
+    assert err.startswith(f"segckpt {command}: {folder[:20].replace(chr(0), '')[:1]}")
+    assert reason in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["validate", "estimate", "plan", "bench"])
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        (LONG, "config.json: File name too long"),
+        ("a\0b", "config.json: embedded null byte"),
+        ("nowhere", "nowhere holds no config.json"),
+        ("loop", "config.json: Too many levels of symbolic links"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_read(run, command, folder, reason):
+    Path("loop").mkdir()
+    Path("loop", "config.json").symlink_to("config.json")
+    arguments = [argument for argument in COMMANDS[command] if argument != "--tiny"]
+    code, out, err = run(command, *arguments, "--model", folder)
+    assert (code, out) == (2, "")
+    assert reason in err
+    assert err.startswith(f"segckpt {command}: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["validate", "estimate", "plan", "bench", "launch"])
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (LONG, "File name too long"),
+        ("a\0b", "embedded null byte"),
+        (".", "Is a directory"),
+        ("missing", "No such file or directory"),
+        ("loop", "Too many levels of symbolic links"),
+    ],
+)
+def test_a_config_that_cannot_be_read(run, command, file, reason):
+    Path("loop").symlink_to("loop")
+    arguments = [file if a == "config.json" else a for a in COMMANDS[command]]
+    code, out, err = run(command, *arguments)
+    assert (code, err) == (2, "")
+    finding, total = out.splitlines()
+    assert finding.startswith(file[:1])
+    assert finding.endswith(f"SEG001 error: {reason}")
+    assert total == "1 error, 0 warnings"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_files_that_may_not_be_read(run, tmp_path):
+    """By permission, as somebody who is not root."""
+    for warm in (["config.json"], ["missing"]):  # Python's own files are perhaps root's, too
+        run("validate", *warm)
+    for path in [*Path().iterdir(), Path("families"), Path("model")]:
+        if not path.exists():
+            path.mkdir()
+        path.chmod(0)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    os.fchmod(descriptor, 0o755)
+    os.seteuid(1234)
+    try:
+        os.fchdir(descriptor)  # past the folders of pytest, which are root's
+        told = [
+            run("validate", "config.json"),
+            run("validate", "-", "--families", "families"),
+            run("validate", "-", "--model", "model"),
+            run("families", "--families", "families"),
+        ]
+    finally:
+        os.seteuid(0)
+        os.close(descriptor)
+    assert [code for code, _, _ in told] == [2] * 4
+    assert told[0][1].startswith("config.json: SEG001 error: Permission denied\n")
+    assert [err for _, _, err in told] == [
+        "",
+        "segckpt validate: families is not a folder of family files: Permission denied\n",
+        "segckpt validate: --model: model/config.json: Permission denied\n",
+        "segckpt families: families is not a folder of family files: Permission denied\n",
+    ]
+
+
+def test_other_files_that_cannot_be_used(run):
+    for name, reason in ((LONG, "File name too long"), ("a\0b", "embedded null byte")):
+        for code, out, err in (
+            run("launch", "--config", "config.json", name),
+            run("compare", name),
+            run("bench", "config.json", "--tiny", "--out", name),
+        ):
+            assert (code, out) == (2, "")
+            assert err.splitlines()[-1].endswith(reason)
+    code, _, err = run("compare", ".")
+    assert (code, err) == (2, "segckpt compare: .: Is a directory\n")
+    # A path in the config itself that no file can have is as good as none.
+    config = {"model_family": "wan", "pretrained_model_name_or_path": LONG}
+    Path("config.json").write_text(json.dumps(config | {"data_backend_config": "a\0b"}))
+    said = "nothing of data_backend_config, whose file a\0b cannot be read: embedded null byte"
+    assert said in parsed("config.json").assumed
+
+
+def parsed(config):
+    return parse_workload(load_settings(config), FamilyRegistry.shipped(), Overrides())
+
+
+def test_what_nobody_looked_after_is_told_by_the_file(run, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError(13, "Permission denied", "some/file")
+
+    monkeypatch.setattr(families, "page", fail)
+    assert run("families", "flux") == (
+        *(2, ""),
+        "segckpt families: some/file: Permission denied\n",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["config.json"], ["--help"]])
+def test_an_output_that_is_full(run, monkeypatch, capfd, arguments):
+    """It is said so, and the stream is for the caller what it was, but for what was not written."""
+    with open("/dev/full", "w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        code = main(arguments)
+        said = "segckpt validate: the output cannot be written (No space left on device)\n"
+        assert (code, *capfd.readouterr()) == (2, "", said)
+        assert sys.stdout is stream
+        assert stream.errors == "strict"
+        assert os.path.samestat(os.fstat(stream.fileno()), os.stat("/dev/full"))
+        stream.flush()
+
+
+def test_a_description_that_cannot_be_written(run, monkeypatch, capfd):
+    """It is not the fault of the model that was probed."""
+    command = import_module("simpletuner_segckpt.commands.probe")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command, "probe", lambda *_: None)
+    monkeypatch.setattr(command, "render", lambda _: "all of it")
+    Path("described.py").write_text("def make(): return None, {}\ndef says(): print(1, flush=True)")
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        codes = [command.main([f"described:{name}"]) for name in ("make", "says")]
+    said = "segckpt probe: the output cannot be written (No space left on device)\n"
+    assert (codes, capfd.readouterr().err) == ([2, 2], 2 * said)
+
+
+def test_a_caller_has_its_standard_output_again(tmp_path):
+    """In its own process, where it is a full disk for a while."""
+    script = """
+import os, sys
+from simpletuner_segckpt.commands import families, validate
+kept, errors = os.dup(1), sys.stdout.errors
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+full = os.fstat(1).st_rdev
+codes = [families.main([]), validate.main(["--families", "nowhere", "-"]), families.main(["flux"])]
+assert os.fstat(1).st_rdev == full, "somewhere else"
+os.dup2(kept, 1)
+print(codes, sys.stdout.errors == errors)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[2, 2, 2] True\n")
+    assert done.stderr.splitlines() == [
+        "segckpt families: the output cannot be written (No space left on device)",
+        "segckpt validate: nowhere is not a folder of family files: No such file or directory",
+        "segckpt families: the output cannot be written (No space left on device)",
+    ]
+
+
 def test_output_that_cannot_be_written(validate, tmp_path):
     validate({"model_family": "flux", INTERVAL: 2})
     command = f"{sys.executable} -m simpletuner_segckpt.validate config.json"
     other = f"{sys.executable} -m simpletuner_segckpt.commands families"
+    usage = f"{sys.executable} -m simpletuner_segckpt.commands --help"
+    wrong = f"{sys.executable} -m simpletuner_segckpt.launch --config wrong.json script.py"
+    (tmp_path / "wrong.json").write_text(json.dumps({INTERVAL: 0}))
+    programs = (command, other, usage, wrong)
     ways = (">/dev/full", ">&-", "2>&- >&-")
-    for shell in (f"{program} {way}" for program in (command, other) for way in ways):
+    for shell in (f"{program} {way}" for program in programs for way in ways):
         done = subprocess.run(shell, shell=True, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 2, shell
         assert "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..messages.errors import UsageError
+from ..messages.errors import UsageError, reason_of
 from ..messages.findings import printable
 from .cells import Cell
 
@@ -72,7 +72,7 @@ class Bench:
 def _run(request: str, output: Any, timeout: float | None) -> int | None:
     """The exit code of a child, or None when it took longer than ``timeout`` seconds."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "simpletuner_segckpt.benching.child"],
+        [sys.executable, "-m", "simpletuner_segckpt.bench.child"],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -128,17 +128,16 @@ def run(bench: Bench, redo: bool = False) -> Generator[tuple[Cell, bool]]:
     try:
         bench.out.mkdir(parents=True, exist_ok=True)
         known = _opened(path, bench.identity, redo)
-        file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
-    with file:
-        for mode, keys in bench.modes.items():
-            cell = known.get(mode)
-            there = cell is not None and cell.keys == keys and not redo
-            if cell is None or not there:
-                cell = bench.measure(mode)
-                _append(file, cell.model_dump(mode="json"))
-            yield cell, there
+        path.open("a").close()  # before anything is measured
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {reason_of(error)}") from None
+    for mode, keys in bench.modes.items():
+        cell = known.get(mode)
+        there = cell is not None and cell.keys == keys and not redo
+        if cell is None or not there:
+            cell = bench.measure(mode)
+            _append(path, cell.model_dump(mode="json"))
+        yield cell, there
 
 
 def read_results(path: Path) -> tuple[Mapping[str, Any] | None, dict[str, Cell]]:
@@ -155,8 +154,8 @@ def _opened(path: Path, identity: Mapping[str, Any], redo: bool) -> dict[str, Ce
     header, known, whole = _lines(path)
     wanted = json.loads(json.dumps(identity))
     if header is None:
-        with path.open("w", encoding="utf-8") as file:
-            _append(file, {"identity": wanted})
+        path.write_bytes(b"")
+        _append(path, {"identity": wanted})
         return {}
     found = difference(header, wanted)
     if found and not redo:
@@ -178,6 +177,8 @@ def _lines(path: Path) -> tuple[Mapping[str, Any] | None, dict[str, Cell], int]:
         data = path.read_bytes()
     except FileNotFoundError:
         return None, {}, 0
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {reason_of(error)}") from None
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
@@ -219,8 +220,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]} ..."
 
 
-def _append(file: Any, line: Any) -> None:
-    """Write a line so that it survives whatever comes next."""
-    file.write(json.dumps(line) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
+def _append(path: Path, line: Any) -> None:
+    """Write a line so that it survives whatever comes next. Raises ``UsageError``."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {reason_of(error)}") from None

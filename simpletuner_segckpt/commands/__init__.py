@@ -4,6 +4,8 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 
+from .output import command
+
 # Command -> the module whose main it is, and what it does.
 COMMANDS = {
     "validate": ("validate", "check config files and show the schedule of every stack"),
@@ -24,13 +26,16 @@ def main() -> int:
         code: int = import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
         return code
     usage = "usage: segckpt COMMAND ...\n\ncommands:\n" + "\n".join(
-        f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items()
+        f"  {each:<10} {text}" for each, (_, text) in COMMANDS.items()
     )
     if name in ("-h", "--help"):
-        print(usage)
-        return 0
+        return command(name)(_show)(usage)
     if name == "--version":
-        print(version("simpletuner-segckpt"))
-        return 0
+        return command(name)(_show)(version("simpletuner-segckpt"))
     print(f"segckpt: there is no command {name!r}\n{usage}", file=sys.stderr)
     return 2
+
+
+def _show(text: str) -> int:
+    print(text)
+    return 0

@@ -18,8 +18,14 @@ from ..config_schema import CheckpointingConfig
 from ..estimator.predict.cards import card
 from ..estimator.predict.modes import MODES, OWN, keys_of
 from ..families.registry import FamilyRegistry
-from ..messages.errors import ConfigError, FamilyError, UnknownFamily, UsageError, WorkloadError
-from ..messages.findings import printable
+from ..messages.errors import (
+    ConfigError,
+    FamilyError,
+    UnknownFamily,
+    UsageError,
+    WorkloadError,
+    reason_of,
+)
 from .output import command, refuse
 from .printing import print_findings
 from .workload_options import add_workload_options, modes_in, overrides_of
@@ -81,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return print_findings(options.config, error)
     except (UnknownFamily, FamilyError, WorkloadError, UsageError) as error:
-        return refuse("bench", printable(str(error)))
+        return refuse("bench", str(error))
     except KeyboardInterrupt:
         print("segckpt bench: interrupted before anything was measured", file=sys.stderr)
         return 130
@@ -266,16 +272,19 @@ def _about(done: "Mapping[str, Cell]") -> list[str]:
 
 
 def _show(found: "Results", out: Path) -> None:
-    """Write the table and the picture, and print them."""
+    """Write the table and the picture, and print them. Raises ``UsageError``."""
     from ..bench.cells import points_of
     from ..bench.picture import draw, terminal
     from ..bench.tables import markdown, print_text
 
     measured = points_of(found.cells)
     predicted = _predicted_points(found)
-    drawn = bool(measured) and draw(measured, predicted, found.title, out / PICTURE)
+    try:
+        drawn = bool(measured) and draw(measured, predicted, found.title, out / PICTURE)
+        (out / "results.md").write_text(markdown(found, PICTURE if drawn else ""), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{out}: table and picture: {reason_of(error)}") from None
     written = [f"{out / 'results.md'}"]
-    (out / "results.md").write_text(markdown(found, PICTURE if drawn else ""), "utf-8")
     print_text(found)
     if drawn:
         written.append(f"{out / PICTURE}")

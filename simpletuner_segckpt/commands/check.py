@@ -19,6 +19,8 @@ from ..families.registry import FamilyRegistry
 from ..families.schema import Family
 from ..messages.errors import FamilyError, UnknownFamily
 from ..messages.log import logger, quiet
+from ..private.self_test import NAMES
+from ..private.self_test import drifted as private_names_drifted
 from ..verify.families import Check, check_family
 from .output import command, refuse
 
@@ -69,8 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = Counter(check.verdict for check in checks)
     proven = {c.model_class for c in checks if c.verdict in ("segmented", "per-block")}
     drifted, others = verdicts["drifted"], verdicts["not installed"] + verdicts["not proven"]
+    changed = list(private_names_drifted())
+    for sentence in changed:
+        print(f"private name: {sentence}")
+    print(f"private names of other libraries: {len(NAMES)} used, {len(changed)} drifted")
     print(f"classes: {len(proven)} proven, {drifted} drifted, {others} not proven here")
-    return int(drifted > 0)
+    return int(drifted > 0 or bool(changed))
 
 
 def _run(families: Sequence[Family]) -> list[Check]:

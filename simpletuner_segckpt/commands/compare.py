@@ -10,7 +10,6 @@ from pathlib import Path
 from ..bench.comparison import table_of
 from ..families.registry import FamilyRegistry
 from ..messages.errors import SegckptError, UsageError
-from ..messages.findings import printable
 from .output import command, refuse
 
 
@@ -36,5 +35,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.files:
             print(table_of(Path(name), registry))
     except (SegckptError, UsageError) as error:
-        return refuse("compare", printable(str(error)))
+        return refuse("compare", str(error))
     return 0

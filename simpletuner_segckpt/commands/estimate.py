@@ -122,7 +122,7 @@ def print_json(found: Estimates) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="segckpt predict_mode",
+        prog="segckpt estimate",
         description="Predict the peak memory and the recompute of schedules for the real model, "
         "without weights and without a GPU.",
         epilog="exit codes: 0 estimated, 1 errors in the config, 2 could not run",
@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@command("predict_mode")
+@command("estimate")
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
@@ -158,6 +158,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return print_findings(options.config, error, options.output_format)
     except (UnknownFamily, FamilyError, WorkloadError) as error:
-        return refuse("predict_mode", printable(str(error)))
+        return refuse("estimate", str(error))
     (print_json if options.output_format == "json" else print_text)(found)
     return 0

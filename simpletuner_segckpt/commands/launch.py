@@ -26,11 +26,11 @@ from types import ModuleType
 from ..config.file import read_config_file
 from ..config.settings import check_settings
 from ..families.registry import FamilyRegistry
-from ..messages.errors import FamilyError, UsageError
-from ..messages.findings import CODES, printable
+from ..messages.errors import FamilyError, UsageError, reason_of
+from ..messages.findings import CODES
 from ..messages.log import logger
 from ..schedules.checked_file import Checked, check_file
-from .output import refuse
+from .output import command, refuse
 from .printing import print_text
 
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = _module if options.module else _script
         run = start(options.script, options.arguments)
     except (FamilyError, UsageError) as error:
-        return refuse("launch", printable(str(error)))
+        return refuse("launch", str(error))
 
     from ..install.enablers import Refused, scheduled
 
@@ -95,8 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused(checked: Checked, first: bool) -> int:
-    if first:
-        print_text([checked])
+    return _show(checked) if first else checked.exit_code
+
+
+@command("launch")
+def _show(checked: Checked) -> int:
+    print_text([checked])
     return checked.exit_code
 
 
@@ -110,10 +114,14 @@ def _report(lines: Iterable[str]) -> None:
 def _script(script: str, arguments: Sequence[str]) -> Callable[[], None]:
     """Runs a script as Python itself would, as ``__main__`` to the end of the process.
 
-    Raises ``UsageError`` when there is no such file.
+    Raises ``UsageError`` when there is no such file, or it cannot be read.
     """
-    if not Path(script).is_file():
-        raise UsageError(f"there is no script {script}")
+    try:
+        text = Path(script).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"there is no script {script}") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the script {script} cannot be read: {reason_of(error)}") from None
     path = os.path.abspath(script)
     sys.argv = [script, *arguments]
     if not sys.flags.safe_path:
@@ -123,7 +131,7 @@ def _script(script: str, arguments: Sequence[str]) -> Callable[[], None]:
         main = ModuleType("__main__")
         loader = SourceFileLoader("__main__", path)
         main.__dict__.update(__file__=path, __loader__=loader, __builtins__=builtins)
-        code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
+        code = compile(text, path, "exec", dont_inherit=True)
         sys.modules["__main__"] = main
         exec(code, main.__dict__)
 

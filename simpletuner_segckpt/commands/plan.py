@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return print_findings(options.config, error, options.output_format)
     except (UnknownFamily, FamilyError, WorkloadError) as error:
-        return refuse("plan", printable(str(error)))
+        return refuse("plan", str(error))
     (print_json if options.output_format == "json" else print_text)(plan)
     if options.write and plan.found:
         said = (

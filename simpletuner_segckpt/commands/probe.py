@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..messages.errors import SegckptError
 from ..verify.probe import probe, render
-from .output import command, refuse
+from .output import OutputError, command, refuse
 
 
 @command("probe")
@@ -32,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(Path.cwd()))
     try:
         model, inputs = getattr(importlib.import_module(module), name)()
-        print(render(probe(model, inputs)), end="")
+        found = render(probe(model, inputs))
+    except OutputError:
+        raise
     except Exception as error:  # the model and its inputs are somebody else's code
         text = str(error) if isinstance(error, SegckptError) else f"{type(error).__name__}: {error}"
         return refuse("probe", f"{options.source}: {text}")
+    print(found, end="")
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..config.file import read_config_file
 from ..families.registry import FamilyRegistry
 from ..messages.errors import FamilyError, UnknownFamily, UsageError
-from ..messages.findings import RULES, printable
+from ..messages.findings import RULES
 from ..schedules.checked_file import (
     MOST_BLOCKS,
     check_file,
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in options.files
         ]
     except (UsageError, FamilyError, UnknownFamily) as error:
-        return refuse("validate", printable(str(error)))
+        return refuse("validate", str(error))
     PRINTERS[options.output_format](checked)
     return max(result.exit_code for result in checked)
 

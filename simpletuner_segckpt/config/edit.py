@@ -12,12 +12,13 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config_schema import PREFIX
-from ..messages.errors import ConfigError
+from ..messages.errors import ConfigError, reason_of
 from ..messages.findings import Finding
 from ..private.of_tomlkit import toml_items
 from .env import is_env, lines_for
@@ -36,25 +37,29 @@ _NEWLINE = r"(?:\r\n|\n|\r)"
 def write_keys(path: str | Path, keys: Mapping[str, Any]) -> Path | None:
     """Change keys of a config file as ``edited`` does, and keep the old file as a backup.
 
-    A link stays a link: the file it leads to is changed. The backup, beside that file, is
-    returned; None means that nothing had to change.
+    A link stays a link: the file it leads to is changed, and keeps its owner, its permissions and
+    its other names. The backup, beside that file, is returned; None means that nothing had to
+    change.
 
     Raises ``ConfigError`` as ``edited`` does and where a file cannot be read or written. The
-    folder is then as it was.
+    folder is then as it was, or the text says which backup holds what the file was.
     """
     name = str(path)
     try:
         real = Path(os.path.realpath(path, strict=True))
         old = real.read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError([Finding("unreadable", _reason(error), file=name)]) from error
+        raise ConfigError([Finding("unreadable", reason_of(error), file=name)]) from error
     new = edited(old, name, keys)
     if new == old:
         return None
     try:
         return _replace(real, old, new)
     except OSError as error:
-        message = f"cannot be written: {_reason(error)}; nothing was changed"
+        rest = "nothing was changed"
+        if isinstance(error, _HalfWrittenError):
+            rest = f"it may be half written, and {error.backup} holds what it was"
+        message = f"cannot be written: {reason_of(error)}; {rest}"
         raise ConfigError([Finding("unreadable", message, file=name)]) from error
 
 
@@ -332,23 +337,56 @@ def _toml_key(key: str, quote: str = "") -> str:
 # Files.
 
 
+class _HalfWrittenError(OSError):
+    """A file could be neither written nor written back; its backup is whole."""
+
+    def __init__(self, reason: str, backup: Path):
+        super().__init__(reason)
+        self.backup = backup
+
+
 def _replace(path: Path, old: bytes, new: bytes) -> Path:
-    """Write ``new`` to a file that holds ``old``; its backup. Raises ``OSError``."""
+    """Write ``new`` to a file that holds ``old``; its backup, which is whole before that begins.
+
+    The file keeps owner, group, permissions and hard links. With one link it is replaced as a
+    whole, by a file that is whole. With several, or where the owner of a new file cannot be the
+    same, it is written in place, and written back when that fails: nothing but a crash leaves it
+    half written, beside its backup.
+
+    Raises ``OSError``; the folder is then as it was, unless it is a ``_HalfWrittenError``.
+    """
     if not os.access(path, os.W_OK):  # replacing it would go around that
         raise PermissionError(errno.EACCES, "the file is write-protected")
-    mode = stat.S_IMODE(path.stat().st_mode)
     with ExitStack() as undo:
         backup = _backup(path)
         undo.callback(backup.unlink)
-        _fill(backup, old, mode)
+        _fill(backup, old)
+        if not _take_after(backup, path) or path.stat().st_nlink > 1:
+            with path.open("r+b", buffering=0) as stream:
+                undo.pop_all()
+                _write_or_write_back(stream, old, new, backup)
+            return backup
         descriptor, name = tempfile.mkstemp(prefix=".segckpt-", dir=path.parent)
         os.close(descriptor)
         temporary = Path(name)
         undo.callback(temporary.unlink)
-        _fill(temporary, new, mode)
+        _fill(temporary, new)
+        _take_after(temporary, path)
         os.replace(temporary, path)
         undo.pop_all()
     return backup
+
+
+def _write_or_write_back(stream: FileIO, old: bytes, new: bytes, backup: Path) -> None:
+    try:
+        _write(stream, new)
+    except BaseException as error:
+        try:
+            _write(stream, old)
+        except OSError:
+            raise _HalfWrittenError(reason_of(error) or "interrupted", backup) from error
+        backup.unlink()
+        raise
 
 
 def _backup(path: Path) -> Path:
@@ -363,13 +401,44 @@ def _backup(path: Path) -> Path:
     raise AssertionError  # there is always another number
 
 
-def _fill(path: Path, data: bytes, mode: int) -> None:
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    path.chmod(mode)
+def _fill(path: Path, data: bytes) -> None:
+    with path.open("wb", buffering=0) as stream:
+        _write(stream, data)
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+def _write(stream: FileIO, data: bytes) -> None:
+    """Make ``data`` all that is in a file, and have it on the disk."""
+    stream.seek(0)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.write(rest) :]
+    stream.truncate()
+    os.fsync(stream.fileno())
+
+
+def _take_after(copy: Path, path: Path) -> bool:
+    """Give ``copy`` the owner, the group, the access list and the permissions of ``path``.
+
+    Whether it has owner and group; without them, it gives no permissions to its own group.
+    """
+    wanted, mine = path.stat(), copy.stat()
+    if (mine.st_uid, mine.st_gid) != (wanted.st_uid, wanted.st_gid):
+        with suppress(OSError):  # not permitted
+            os.chown(copy, wanted.st_uid, wanted.st_gid)
+            mine = wanted
+    same = (mine.st_uid, mine.st_gid) == (wanted.st_uid, wanted.st_gid)
+    if same:
+        _copy_attributes(path, copy)
+    permissions = stat.S_IMODE(wanted.st_mode)
+    copy.chmod(permissions if same else permissions & 0o707)  # last: it is what chown takes away
+    return same
+
+
+def _copy_attributes(path: Path, copy: Path) -> None:
+    """Extended attributes, in which Linux has access lists, as far as the file system has them."""
+    names: list[str] = []
+    with suppress(OSError, AttributeError):  # the latter on other systems
+        names = os.listxattr(path)
+    for name in names:
+        with suppress(OSError):
+            os.setxattr(copy, name, os.getxattr(path, name))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..config_schema import describe
+from ..messages.errors import reason_of
 from ..messages.findings import Finding, Severity
 from ..private.of_tomlkit import toml_items
 from .env import EXTRA, Assignment, Setting, assignments, chooser, is_env, remark, settings_of
@@ -67,8 +68,7 @@ def read_config_file(path: str | Path) -> ConfigFile:
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except (OSError, ValueError, AttributeError) as error:  # the last: no standard input
-        reason = getattr(error, "strerror", None) or str(error)
-        return ConfigFile(name, findings=[Finding("unreadable", reason, file=name)])
+        return ConfigFile(name, findings=[Finding("unreadable", reason_of(error), file=name)])
     return parse_config(data, name)
 
 

@@ -3,17 +3,21 @@
 diffusers models ask ``self._gradient_checkpointing_func(block, *args)`` to run each block, and
 ``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` is the public way to supply
 that function: here, a :class:`CheckpointEntry`. A forward pre-hook plans how the blocks of this
-forward run, an always-called forward hook ends it. Where a loop must not or cannot ask its
-checkpoint function, the blocks themselves lead their calls here (see ``model.interception``).
+forward run, one forward hook notes that it returned, and one that is always called ends it. Where a
+loop must not or cannot ask its checkpoint function, the blocks themselves lead their calls here
+(see ``model.interception``).
 
-Between two forwards an entry keeps no activation alive. A copy of the model has an entry of its
-own: deep copies and pickles are independent.
+Between two forwards an entry keeps no activation alive. A deep copy of the model, or a pickle, has
+an entry of its own that knows what was proven and has seen no forward. Shallow copies, such as
+regional compilation makes, share theirs.
 """
 
+import copy
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -39,9 +43,21 @@ from .planner import ForwardPlanner
 from .runs import recomputable
 from .watched import WatchedTensor, plain_tree
 
-# The forwards that run in a thread, outermost first: the frame that each runs in, and its record
-# (None: not a training forward).
-Running = list[tuple[FrameType, Forward | None]]
+
+@dataclass(slots=True)
+class Running:
+    """A forward that runs: in which frame, its record if it trains, whether it has returned."""
+
+    frame: FrameType
+    record: Forward | None
+    returned: bool = False
+
+
+# What ``_begin_anew`` sets.
+OF_ONE_MODEL = (
+    *("on", "effect", "history", "overall"),
+    *("_compiled_on", "_running", "_models", "_oldest_first"),
+)
 
 
 class CheckpointEntry:
@@ -77,28 +93,36 @@ class CheckpointEntry:
         self.parts = dict(parts or {})
         # Why checkpointing stays switched off, if it does.
         self.off = next((str(condition) for condition in report.conditions if condition.off), "")
-        self.on = False  # whether the last forward was to recompute
-        self.effect: Effect | None = None
-        self.history = History()
         self.handles: list[RemovableHandle] = []
         self.gap_blocks = list(gap_blocks)
-        self._compiled_on = False  # of the forward that is being traced
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        # By thread.
-        self._running: dict[int, Running] = {}
+        """What a copy does not have of the original."""
+        self.on = False  # whether the last forward was to recompute
+        self.effect: Effect | None = None
+        self.history = History()
+        # The same of this model and of its deep copies in this process together.
+        self.overall = History()
+        self._compiled_on = False  # of the forward that is being traced
+        # By thread, outermost first.
+        self._running: dict[int, list[Running]] = {}
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._oldest_first = try_oldest_first(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = ("_running", "_models", "_oldest_first")
-        return {key: value for key, value in self.__dict__.items() if key not in of_this_process}
+        return {key: value for key, value in self.__dict__.items() if key not in OF_ONE_MODEL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin_anew()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointEntry":
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.overall = self.overall
+        return twin
 
     @property
     def last_effect(self) -> Effect | None:
@@ -152,8 +176,9 @@ class CheckpointEntry:
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
             "every block runs as one that is covered, by itself",
         )
-        self.history.past_the_hooks += 1
-        self.history.recomputed = True
+        for history in (self.history, self.overall):
+            history.past_the_hooks += 1
+            history.recomputed = True
         wrappers = self.backend.begin()
         result = wrappers.covered(recomputable(block), *args, **kwargs)
         if wrappers.offload is not None:
@@ -172,8 +197,8 @@ class CheckpointEntry:
     @property
     def _forward(self) -> Forward | None:
         """The record of the training forward that runs in this thread."""
-        running = self._running.get(threading.get_ident())
-        return running[-1][1] if running else None
+        running = self._running.get(threading.get_ident(), ())
+        return next((r.record for r in reversed(running) if _is_live(r.frame)), None)
 
     # Hooks of the model.
 
@@ -182,20 +207,16 @@ class CheckpointEntry:
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
             return
-        running = self._running.get(threading.get_ident(), [])
-        while running and not _is_live(running[-1][0]):
-            # Ended by a KeyboardInterrupt, for which torch calls no hook.
-            interrupted = self._end(module, running)
-            if interrupted is not None:
-                interrupted.abandon()
+        running = self._live(module)
         forward = None
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         if torch.is_grad_enabled():
             self.on = self._enabled(module)
             forward = self.forwards.plan(module, arguments) if self.on else None
         else:
-            self.history.without_gradients += 1
-        running.append((sys._getframe(1), forward))
+            for history in (self.history, self.overall):
+                history.without_gradients += 1
+        running.append(Running(sys._getframe(1), forward))
         self._running[threading.get_ident()] = running
         if forward is not None and self.intercepts:
             self.flags.switch(module, False)  # until close: the loop takes its plain branch
@@ -209,35 +230,53 @@ class CheckpointEntry:
                 "recompute would fill it again",
             )
 
+    def note_return(self, module: Module, args: tuple, output: Any) -> None:
+        """Forward hook of the model, before ``close``: its forward did not raise.
+
+        torch calls ``close`` with None when it did, which is also what a forward may return.
+        """
+        if not torch.compiler.is_compiling() and (running := self._live(module)):
+            running[-1].returned = True
+
     def close(self, module: Module, args: tuple, output: Any) -> Any:
-        """Forward hook of the model: settle what ran; ``output`` is None when it raised."""
+        """Forward hook of the model, called in any case: settle what ran."""
         if torch.compiler.is_compiling():
             if self.intercepts and self._compiled_on:
                 self.flags.switch(module, True)
             return None
-        running = self._running.get(threading.get_ident())
-        if not running:
-            return None  # installed while this forward ran
+        running = self._live(module)  # of a forward that raised the frame has ended
+        if not running or not running[-1].returned:
+            return None  # not begun here, such as one during which this was installed
         forward = self._end(module, running)
         if forward is None:
-            return None
-        if output is None:
-            forward.abandon()
             return None
         forward.finish()
         self.effect = forward.effect()
         self.forwards.learn(forward)
-        self.history.add(self.effect)
-        if self.history.trained == 1:
+        for history in (self.history, self.overall):
+            history.add(self.effect)
+        if self.overall.trained == 1:
             self._say_first(module)
         kept = any(isinstance(leaf, WatchedTensor) for leaf in pytree.tree_leaves(output))
         return plain_tree(output) if kept else None
 
     # What they need.
 
-    def _end(self, module: Module, running: Running) -> Forward | None:
+    def _live(self, module: Module) -> list[Running]:
+        """The forwards that run in this thread, without those that an exception has ended.
+
+        torch calls no hook where that is a KeyboardInterrupt.
+        """
+        running = self._running.get(threading.get_ident(), [])
+        while running and not _is_live(running[-1].frame):
+            ended = self._end(module, running)
+            if ended is not None:
+                ended.abandon()
+        return running
+
+    def _end(self, module: Module, running: list[Running]) -> Forward | None:
         """Take the innermost forward off this thread's list."""
-        forward = running.pop()[1]
+        forward = running.pop().record
         if not running:
             self._running.pop(threading.get_ident(), None)
         if forward is not None and self.intercepts and not self._any_running():
@@ -254,7 +293,8 @@ class CheckpointEntry:
         if self.off or not (wanted or paused):
             reason = self.off or "it was switched off on the model"
             self.effect = Effect((), (Condition("model", SWITCH, reason, off=True),))
-            self.history.switched_off += 1
+            for history in (self.history, self.overall):
+                history.switched_off += 1
             return False
         if module not in self._models:
             self._models.add(module)
@@ -279,14 +319,16 @@ class CheckpointEntry:
         """Whether a training forward of the model runs in any thread."""
         for ident in self._running.keys() - {thread.ident for thread in threading.enumerate()}:
             del self._running[ident]  # of a thread that was ended in the middle of one
-        return any(record for running in list(self._running.values()) for _, record in running)
+        threads = list(self._running.values())
+        return any(forward.record for running in threads for forward in running)
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
         self.on = self._compiled_on = not self.off and self.flags.is_on(module)
         self.effect = None  # see ``last_effect``
         if self._compiled_on and torch.is_grad_enabled():
-            self.history.compiled = True
+            for history in (self.history, self.overall):
+                history.compiled = True
             self.say_compiled()
         if self.flags.is_on(module):
             # An intercepting entry is reached by the loop's plain branch, until close.
@@ -310,6 +352,7 @@ class CheckpointEntry:
                 enable(gradient_checkpointing_func=self)
         self.handles = [
             module.register_forward_pre_hook(self.open, with_kwargs=True),
+            module.register_forward_hook(self.note_return),
             module.register_forward_hook(self.close, always_call=True),
         ]
         for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
@@ -354,16 +397,23 @@ class CheckpointEntry:
         """Run a feed-forward that is recomputed by itself, in a graph that is being traced."""
         return (self.backend.in_graph if self.on else plainly)(call, *args, **kwargs)
 
-    def detach(self, module: Module) -> None:
-        """Leave ``module``, and every copy of it that shared this entry, as it was before."""
+    def step_aside(self, module: Module) -> None:
+        """Leave ``module``, and every copy of it that shares this entry, as it was before."""
         for handle in self.handles:
             handle.remove()
-        for model in {module, *self._models}:
+        for model in self.models(module):
             # Not by their paths: an adapter may have been put around a part since.
             release(module for module in model.modules() if self._leads_here(module))
             self.flags.restore(model)
+
+    def let_go(self) -> None:
+        """Give back what is held for the whole process."""
         self.backend.close()
         self._oldest_first()
+
+    def models(self, module: Module) -> set[Module]:
+        """``module``, and every copy of it that shares this entry."""
+        return {module, *self._models}
 
     def _leads_here(self, module: Module) -> bool:
         way = module.__dict__.get(RECEIVER)

@@ -23,12 +23,10 @@ from ..schedules.schedule import Schedule, make_schedules
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof
+from .proven import CallShape, Proven, call_shape
 from .recording import RecordingRun
 from .runs import StackRun, UnitsRun
 from .segmented import SegmentedRun
-
-# What tells one shape of call from another: its arguments, by presence.
-CallShape = tuple[Any, ...]
 
 
 class ForwardPlanner:
@@ -56,16 +54,14 @@ class ForwardPlanner:
         named = {condition.name for condition in conditions}
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
+        self.named = frozenset(condition.name for condition in self.conditions)
         self.described = carried is not None
         self.carried = dict(carried or {})
         self._ran: set[str] = set()  # paths of the stacks that have run
         self.trying_out = False  # whether segments are, which asks no block to be recomputed
-        self._proven: dict[tuple[CallShape, str], Proof] = {}
-
-    @property
-    def proofs(self) -> dict[str, Proof]:
-        """By stack path, what the latest recorded forward showed."""
-        return {path: proof for (_, path), proof in self._proven.items()}
+        # By stack path: what was shown, and what of it last.
+        self._proven = self._nothing_proven()
+        self.proofs: dict[str, Proof] = {}
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
         """How the blocks of a training forward with these arguments run."""
@@ -76,7 +72,7 @@ class ForwardPlanner:
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
         if manager := swap_manager(module):
             conditions.append(manager)
-        shape = call_shape(arguments, module.training)
+        shape = call_shape(arguments, module.training, self.named)
         if fault := recompute_fault(module):
             self.messages.warn("sharded", fault)
         wrappers = self.backend.begin()
@@ -132,10 +128,10 @@ class ForwardPlanner:
             self._say_per_block(planned.path, found[0])
         if found or planned.strategy != "segmented":
             return StackRun(stack, found[0] if found else planned.reason)
-        key = shape, planned.path
-        proof = self._proven.get(key)
+        proven = self._proven[planned.path]
+        proof = proven.get(shape)
         if proof is None:
-            if not self.described and self._proven_once(planned.path) and are_sharded(blocks):
+            if not self.described and len(proven) and are_sharded(blocks):
                 # Other ranks may know this shape of call already, and would not try it out: each
                 # would wait for the other's all-gathers.
                 reason = "a new shape of call cannot be tried out in segments on sharded blocks"
@@ -145,7 +141,7 @@ class ForwardPlanner:
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
         stack = replace(stack, schedule=proof.schedule)
-        return SegmentedRun(stack, proof, partial(self._distrust, key, planned))
+        return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
 
     def learn(self, forward: Forward) -> None:
         """What this forward showed for those that follow."""
@@ -162,7 +158,7 @@ class ForwardPlanner:
             elif isinstance(run, RecordingRun):
                 self.trying_out = True
                 try:
-                    self._proven[run.shape, run.stack.path] = run.proof()
+                    self._remember(run.shape, run.stack.path, run.proof())
                 finally:
                     self.trying_out = False
             self._say_shortfalls(planned[run.stack.path], run)
@@ -189,7 +185,8 @@ class ForwardPlanner:
         self._ran = {stack.path for stack in ran}
         schedules = self._schedules({stack.path: stack.blocks for stack in ran})
         if any(stack.schedule != schedules[stack.path] for stack in ran):
-            self._proven.clear()
+            self._proven = self._nothing_proven()
+            self.proofs = {}
         scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
         self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
 
@@ -197,14 +194,17 @@ class ForwardPlanner:
         config = self.config
         return make_schedules(counts, config.interval, config.stride, config.keep_last)
 
-    def _proven_once(self, path: str) -> bool:
-        """Whether any shape of call is known for the stack at ``path``."""
-        return any(known == path for _, known in self._proven)
+    def _nothing_proven(self) -> dict[str, Proven]:
+        return {stack.path: Proven(self.described) for stack in self.stacks}
 
-    def _distrust(self, key: tuple[CallShape, str], planned: StackReport, reason: str) -> None:
+    def _remember(self, shape: CallShape, path: str, proof: Proof) -> None:
+        self._proven[path].put(shape, proof)
+        self.proofs[path] = proof
+
+    def _distrust(self, shape: CallShape, planned: StackReport, reason: str) -> None:
         """Segments were wrong for this shape of call: no more of them."""
         boundaries = [reason] * (planned.blocks - 1)
-        self._proven[key] = Proof.of(planned.schedule, boundaries)
+        self._remember(shape, planned.path, Proof.of(planned.schedule, boundaries))
 
     def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
         compiled = [index for index, block in enumerate(run.stack.blocks) if is_compiled(block)]
@@ -216,15 +216,3 @@ class ForwardPlanner:
 
     def _say_per_block(self, path: str, reason: str) -> None:
         self.messages.warn("block-by-block", f"{path} runs block by block: {reason}")
-
-
-def call_shape(arguments: Mapping[str, Any], training: bool) -> CallShape:
-    """The names of the arguments that are given, with flags and the keys of dicts."""
-
-    def mark(value: Any) -> Any:
-        if isinstance(value, dict):
-            return tuple(sorted(map(str, value)))
-        return value if isinstance(value, bool) else None
-
-    given = ((name, mark(value)) for name, value in arguments.items() if value is not None)
-    return (training, *sorted(given, key=lambda item: item[0]))

@@ -51,6 +51,14 @@ class Proof:
         reason = broken[inside[0]] if inside else ""
         return cls(schedule.cut(frozenset(broken)), tuple(boundaries), reason)
 
+    def links_as(self, other: "Proof") -> bool:
+        """Whether the same boundaries are links here and there, and the same ones."""
+
+        def found(proof: Proof) -> list[Link | None]:
+            return [b if isinstance(b, Link) else None for b in proof.boundaries]
+
+        return self.schedule == other.schedule and found(self) == found(other)
+
     def links(self, segment: range) -> Sequence[Link]:
         """What leads from each block of ``segment`` to the next: the schedule was cut elsewhere."""
         return cast("Sequence[Link]", self.boundaries[segment.start : segment.stop - 1])

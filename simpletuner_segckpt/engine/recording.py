@@ -18,6 +18,7 @@ from ..private.of_torch import pytree
 from .block_state import attributes, changed_attribute, weights
 from .links import Arguments, Link, argument_name, is_constant, signature_of
 from .proof import Boundary, BoundStack, Proof
+from .proven import CallShape
 from .runs import StackRun
 from .segmented import run_segment
 from .surroundings import set_random_states, surroundings, within
@@ -45,7 +46,7 @@ class RecordingRun(StackRun):
     nobody described, whose blocks may look at something else than their arguments.
     """
 
-    def __init__(self, stack: BoundStack, shape: tuple, replay: bool):
+    def __init__(self, stack: BoundStack, shape: CallShape, replay: bool):
         super().__init__(stack, "first forward of this shape of call")
         self.shape = shape
         self._replay = replay
@@ -200,8 +201,8 @@ class RecordingRun(StackRun):
         held = [(m, dict(m._buffers)) for m in all_modules(blocks) if m._buffers]
         buffers = [(b, b.clone()) for _, own in held for b in own.values() if b is not None]
         now = self.stack.platform.random_states()
-        set_random_states(states)
         try:
+            set_random_states(states)
             with within(around):
                 calls = [original_call(block) for block in blocks]
                 result = run_segment(calls, links, arguments.spec, *arguments.leaves)

@@ -3,6 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..messages.errors import FamilyError, UnknownFamily
+from ..messages.errors import FamilyError, UnknownFamily, reason_of
 from .schema import Family
 
 ENTRY_POINTS = "simpletuner_segckpt.families"
@@ -29,7 +30,7 @@ class FamilyRegistry:
     @classmethod
     def shipped(cls) -> "FamilyRegistry":
         """The families that come with this package."""
-        return cls(read_folder(files("simpletuner_segckpt.model_families")))
+        return cls(_shipped())
 
     @classmethod
     def default(cls, folders: Iterable[str | Path] = ()) -> "FamilyRegistry":
@@ -104,6 +105,12 @@ class FamilyRegistry:
         return sorted({family.family for family in self._families})
 
 
+@cache
+def _shipped() -> tuple[Family, ...]:
+    """Read once a process: the files do not change, and nor do families."""
+    return tuple(read_folder(files("simpletuner_segckpt.model_families")))
+
+
 def _loaded(point: EntryPoint) -> list[Family]:
     """The families of an entry point."""
     where = f"entry point {point.name} in {ENTRY_POINTS}"
@@ -123,19 +130,22 @@ def _loaded(point: EntryPoint) -> list[Family]:
 
 
 def _folder(folder: str | Path) -> list[Family]:
-    path = Path(folder)
-    if not path.is_dir():
-        raise FamilyError(f"{path} is not a folder of family files")
-    return read_folder(path)
+    try:
+        paths = _family_files(Path(folder))
+    except (OSError, ValueError) as error:
+        reason = reason_of(error)
+        raise FamilyError(f"{folder} is not a folder of family files: {reason}") from None
+    return [read_family(path) for path in paths]
 
 
 def read_folder(folder: Traversable) -> list[Family]:
     """The families in the TOML files of a folder, sorted by file name."""
-    paths = sorted(
-        (entry for entry in folder.iterdir() if entry.name.endswith(".toml")),
-        key=lambda entry: entry.name,
-    )
-    return [read_family(path) for path in paths]
+    return [read_family(path) for path in _family_files(folder)]
+
+
+def _family_files(folder: Traversable) -> list[Traversable]:
+    files_there = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    return sorted(files_there, key=lambda entry: entry.name)
 
 
 def read_family(path: Traversable) -> Family:
@@ -143,7 +153,7 @@ def read_family(path: Traversable) -> Family:
     try:
         return Family.model_validate(tomllib.loads(path.read_text("utf-8")))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FamilyError(f"{path}: {error}") from None
+        raise FamilyError(f"{path}: {reason_of(error)}") from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -1,6 +1,7 @@
 """Put a schedule on a model, and take it off again."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import signature
 from weakref import WeakKeyDictionary
@@ -47,6 +48,7 @@ from .own_setters import (
     undo_setters,
     without_unknown_keys,
 )
+from .undo import put_back, states_of
 
 # Models whose own setters were called, and what they changed.
 _setter_states: WeakKeyDictionary[Module, SetterState] = WeakKeyDictionary()
@@ -72,13 +74,16 @@ class Installation:
 
     @property
     def history(self) -> History | None:
-        """What all forwards did since; None for a class with its own setters."""
+        """What all forwards did since; None for a class with its own setters.
+
+        A deep copy of the model counts for itself, from the copy on (``installation_of``).
+        """
         return self._owner.history if isinstance(self._owner, CheckpointEntry) else None
 
     @property
     def proofs(self) -> dict[str, Proof]:
         """By stack path, what the latest recorded forward showed of the boundaries of blocks."""
-        return self._owner.forwards.proofs if isinstance(self._owner, CheckpointEntry) else {}
+        return dict(self._owner.forwards.proofs) if isinstance(self._owner, CheckpointEntry) else {}
 
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
@@ -100,7 +105,8 @@ def apply(
     its class unless ``family`` names one; a model that no family describes is probed.
 
     Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or ``UnsupportedModel``
-    (no stack of blocks, or hooks on it that cannot work), and then leaves the model untouched.
+    (no stack of blocks, or hooks on it that cannot work). Whatever is raised, the model is then as
+    it was before, with the earlier schedule if it had one.
     """
     return apply_on(Platform(), model, config, registry=registry, family=family)
 
@@ -131,19 +137,21 @@ def apply_on(
         logger.warning("%s", finding)
     if platform.accelerator() is None:
         report = report.without_moves()
-    remove(base)
-    owner: CheckpointEntry | SetterState
-    if has_own_setters(base):
-        owner = _setter_states[base] = call_setters(base, settings.checkpointing, described, report)
-        report = owner.report
-        for remark in report.remarks:
-            warn("own-setters", remark)
-    else:
-        owner = _install(platform, base, report, described, settings)
-        if is_one_graph(model):
+    earlier = _owner_of(base)
+    with ExitStack() as undo:
+        shared = earlier.models(base) if isinstance(earlier, CheckpointEntry) else {base}
+        undo.callback(put_back, states_of(shared))
+        undo.callback(_know, base, earlier)
+        _take_off(base, earlier)
+        owner = _put_on(platform, base, report, described, settings, undo)
+        if isinstance(owner, CheckpointEntry) and is_one_graph(model):
             owner.say_compiled()
-    logger.info("installed on %s: %s", type(base).__name__, report)
-    return Installation(base, report, owner)
+        installation = Installation(base, owner.report, owner)
+        logger.info("installed on %s: %s", type(base).__name__, owner.report)
+        undo.pop_all()
+    if isinstance(earlier, CheckpointEntry):
+        earlier.let_go()
+    return installation
 
 
 def planned_for(
@@ -170,8 +178,14 @@ def planned_for(
 def installation_of(model: Module) -> Installation | None:
     """The schedule that is on ``model``, however it is wrapped, or None."""
     base = unwrap(model)
-    owner = _entry_of(base) or _setter_states.get(base)
+    owner = _owner_of(base)
     return Installation(base, owner.report, owner) if owner else None
+
+
+def overall_history(installation: Installation) -> History | None:
+    """The history of the model and of its deep copies in this process together."""
+    owner = installation._owner
+    return owner.overall if isinstance(owner, CheckpointEntry) else None
 
 
 def remove(model: Module) -> None:
@@ -180,12 +194,52 @@ def remove(model: Module) -> None:
     Checkpointing is switched on or off as it was before ``apply``.
     """
     base = unwrap(model)
-    entry = _entry_of(base)
-    if entry is not None:
-        entry.detach(base)
-    settled = _setter_states.pop(base, None)
-    if settled is not None:
-        undo_setters(base, settled)
+    owner = _owner_of(base)
+    _take_off(base, owner)
+    if isinstance(owner, CheckpointEntry):
+        owner.let_go()
+
+
+def _owner_of(base: Module) -> CheckpointEntry | SetterState | None:
+    return _entry_of(base) or _setter_states.get(base)
+
+
+def _take_off(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
+    """Leave ``base`` as it was before; what an entry holds for the process it holds still."""
+    if isinstance(owner, CheckpointEntry):
+        owner.step_aside(base)
+    elif owner is not None:
+        _know(base, None)
+        undo_setters(base, owner)
+
+
+def _put_on(
+    platform: Platform,
+    base: Module,
+    report: Report,
+    family: Family | None,
+    settings: Settings,
+    undo: ExitStack,
+) -> CheckpointEntry | SetterState:
+    """Install a schedule on ``base``, whose modules the caller puts back if that fails."""
+    if has_own_setters(base):
+        settled = call_setters(base, settings.checkpointing, family, report)
+        _know(base, settled)
+        for remark in settled.report.remarks:
+            warn("own-setters", remark)
+        return settled
+    entry = _entry_for(platform, base, report, family, settings)
+    undo.callback(entry.let_go)
+    entry.attach(base)
+    return entry
+
+
+def _know(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
+    """Remember what setters changed; an entry is found on the model itself."""
+    if isinstance(owner, SetterState):
+        _setter_states[base] = owner
+    else:
+        _setter_states.pop(base, None)
 
 
 def _find_family(
@@ -262,7 +316,7 @@ def _problems(
     return found
 
 
-def _install(
+def _entry_for(
     platform: Platform, base: Module, report: Report, family: Family | None, settings: Settings
 ) -> CheckpointEntry:
     asks_function = getattr(base, SUPPORTS_CHECKPOINTING, False)
@@ -274,7 +328,7 @@ def _install(
         _carried(report, family),
         platform,
     )
-    entry = CheckpointEntry(
+    return CheckpointEntry(
         report,
         forwards,
         list(signature(type(base).forward).parameters)[1:],
@@ -283,12 +337,6 @@ def _install(
         intercepts=bool(family and family.keyword_loop) or not asks_function,
         parts=_parts(report, family, settings.checkpointing),
     )
-    try:
-        entry.attach(base)
-    except BaseException:
-        entry.detach(base)
-        raise
-    return entry
 
 
 def _gap_blocks(base: Module, report: Report) -> list[Module]:

@@ -25,7 +25,7 @@ from ..messages.errors import ConfigError, UnsupportedModel
 from ..messages.log import logger, warn
 from ..schedules.history import History
 from ..schedules.report import Report
-from .apply import Installation, apply, installation_of
+from .apply import apply, installation_of, overall_history
 
 # The methods by which scripts switch checkpointing on.
 ENABLERS = (
@@ -44,8 +44,9 @@ class Refused(ConfigError):
 
 @dataclass(frozen=True)
 class SwitchedOn:
-    """One model that the script switched on. ``history`` is None where nothing is observed.
+    """One model that the script switched on, with its deep copies.
 
+    history: of them all together; None where nothing is observed.
     as_asked: whether it was to have the config's schedule, and not every block by itself.
     refused: why it has no schedule.
     """
@@ -88,7 +89,7 @@ class Launched:
         if model in self._known:
             return
         if own := installation_of(model):
-            self.note(model, own)
+            self.note(model, own.report, overall_history(own))
             return
         self._known.add(model)
         name, settings = type(model).__name__, self.settings
@@ -116,18 +117,18 @@ class Launched:
                 raise Refused(error.findings) from None
             warn("no-schedule", f"{name}: {error}; {LEFT}")
         else:
-            report, history = installation.report, installation.history
-            self.models.append(SwitchedOn(name, as_asked, report, history))
+            history = overall_history(installation)
+            self.models.append(SwitchedOn(name, as_asked, installation.report, history))
         finally:
             self._applying = False
 
-    def note(self, model: Module, own: Installation | CheckpointEntry) -> None:
+    def note(self, model: Module, report: Report, history: History | None) -> None:
         """``model`` has a schedule that the script itself applied, or applies now."""
         if not self._applying:
             self._known.add(model)
             name = type(model).__name__
             logger.info("%s has a schedule that the script itself applied, and keeps it", name)
-            self.models.append(SwitchedOn(name, True, own.report, own.history))
+            self.models.append(SwitchedOn(name, True, report, history))
 
     def _is_text_encoder(self, model: Module) -> bool:
         """Whether it is a transformers model that no family is about."""
@@ -212,7 +213,7 @@ def _installing(enable: Callable[..., None], launched: Launched) -> Callable[...
             given for given in (*args, *kwargs.values()) if isinstance(given, CheckpointEntry)
         ]
         if entries:  # apply() is at work
-            launched.note(model, entries[0])
+            launched.note(model, entries[0].report, entries[0].overall)
         else:
             launched.install(model)
 

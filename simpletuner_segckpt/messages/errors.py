@@ -5,6 +5,11 @@ from collections.abc import Sequence
 from .findings import CODES, Finding
 
 
+def reason_of(error: BaseException) -> str:
+    """Why the system, or Python, could not do something, without the name of the file."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class SegckptError(Exception):
     """Base of all errors below. The text of some begins with the code of a message."""
 

@@ -94,6 +94,9 @@ class Finding:
 
 
 def printable(text: str) -> str:
-    """``text`` in one line of at most 400 characters, control characters escaped."""
+    """``text`` in one line of at most 400 characters, control characters escaped.
+
+    What is too long loses its middle: a name stands at the beginning, what is wrong at the end.
+    """
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return shown if len(shown) <= 400 else shown[:396] + " ..."
+    return shown if len(shown) <= 400 else f"{shown[:197]} ... {shown[-198:]}"

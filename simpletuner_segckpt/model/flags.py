@@ -4,6 +4,7 @@ In diffusers and transformers a module that can checkpoint has the switch ``grad
 and the function that its loop then hands each block to.
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ class CheckpointFlags:
     """The modules of one model that have the two attributes, and what these were at first.
 
     names: of the modules. There are names only, so that a copy of the model has the same ones.
+    Modules that were taken out of the model since are left alone.
     """
 
     def __init__(self, model: Module):
@@ -47,22 +49,21 @@ class CheckpointFlags:
 
     def is_on(self, model: Module) -> bool:
         """Whether checkpointing is on; a model without the switch cannot say no."""
-        return all(getattr(_module(model, name), SWITCH) for name in self.names[:1])
+        return all(getattr(module, SWITCH) for _, module in _modules(model, self.names[:1]))
 
     def switch(self, model: Module, on: bool) -> None:
         """Switch checkpointing on or off."""
-        for name in self.names:
-            setattr(_module(model, name), SWITCH, on)
+        for _, module in _modules(model, self.names):
+            setattr(module, SWITCH, on)
 
     def is_uneven(self, model: Module) -> bool:
         """Whether it is on in some modules and off in others (``every_n_layers``)."""
-        return len({bool(getattr(_module(model, name), SWITCH)) for name in self.names}) > 1
+        return len({bool(getattr(module, SWITCH)) for _, module in _modules(model, self.names)}) > 1
 
     def set_function(self, model: Module, function: Any) -> list[Any]:
         """Have every module ask ``function``; returns the functions of others that it replaces."""
         replaced = []
-        for name in self.names:
-            module = _module(model, name)
+        for _, module in _modules(model, self.names):
             previous = getattr(module, CHECKPOINT_FUNCTION, None)
             if previous is not function and not _is_stock(previous) and previous not in replaced:
                 replaced.append(previous)
@@ -72,14 +73,14 @@ class CheckpointFlags:
     def has_function(self, model: Module, function: Any) -> bool:
         """Whether it is ``function`` that is asked."""
         return all(
-            getattr(_module(model, name), CHECKPOINT_FUNCTION, None) is function
-            for name in self.names[:1]
+            getattr(module, CHECKPOINT_FUNCTION, None) is function
+            for _, module in _modules(model, self.names[:1])
         )
 
     def restore(self, model: Module) -> None:
         """Give every module the attributes back that it had."""
-        for name, state in self._before.items():
-            module = _module(model, name)
+        for name, module in _modules(model, self._before):
+            state = self._before[name]
             for key in (SWITCH, CHECKPOINT_FUNCTION):
                 if key in state:
                     setattr(module, key, state[key])
@@ -101,8 +102,16 @@ def described(function: Any) -> str:
     return getattr(function, "__qualname__", str(function))
 
 
-def _module(model: Module, name: str) -> Any:
-    return unwrapped(model.get_submodule(name))  # wrapped since, perhaps
+def _modules(model: Module, names: Iterable[str]) -> list[tuple[str, Any]]:
+    """Those of the modules with these names that are still there, unwrapped."""
+    found = []
+    for name in names:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            continue
+        found.append((name, unwrapped(module)))
+    return found
 
 
 def _is_stock(function: Any) -> bool:

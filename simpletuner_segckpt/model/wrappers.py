@@ -10,8 +10,8 @@ from ..private.of_torch import (
     CHECKPOINT_WRAPPER_FUNCTION,
     ORIGINAL,
     WRAPPED,
-    OptimizedModule,
     is_compiled_in_place,
+    is_optimized,
 )
 
 
@@ -44,7 +44,7 @@ def unwrap(model: Module) -> Module:
     Where accelerate compiled the regions of a model, that is the copy that it made.
     """
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
-    if isinstance(inner, OptimizedModule):
+    if is_optimized(inner):
         return unwrap(getattr(inner, ORIGINAL))
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
 
@@ -52,6 +52,6 @@ def unwrap(model: Module) -> Module:
 def is_one_graph(model: Module) -> bool:
     """Whether ``model`` is compiled as a whole, under PEFT's and parallel wrappers."""
     inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
-    if isinstance(inner, OptimizedModule) or is_compiled_in_place(inner):
+    if is_optimized(inner) or is_compiled_in_place(inner):
         return True
     return isinstance(inner, PeftModel) and is_one_graph(inner.get_base_model())

@@ -4,6 +4,7 @@
 what a module is pickled as, and so have not changed since torch 0.1.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.modules import module as torch_module
 
 __all__ = [
-    "OptimizedModule",
     "TorchDispatchMode",
     "pytree",
     "set_most_recent_first",
@@ -39,15 +39,6 @@ except ImportError:
             return self
 
         def __exit__(self, *error: Any) -> None: ...
-
-
-# The wrapper that torch.compile(model) returns.
-try:
-    from torch._dynamo.eval_frame import OptimizedModule
-except ImportError:
-
-    class OptimizedModule(Module):  # type: ignore[no-redef]
-        """Nothing is one."""
 
 
 # Since torch 2.10. Whether compiled code is tried that ran last first; it holds for the process,
@@ -99,9 +90,24 @@ WRAPPED = (ORIGINAL, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 CHECKPOINT_WRAPPER_FUNCTION = "checkpoint_fn"
 
 
+def is_optimized(module: Module) -> bool:
+    """Whether ``module`` is the wrapper that ``torch.compile(model)`` returns.
+
+    Without importing the compiler, which takes a second, where nobody has.
+    """
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    kind = getattr(compiler, "OptimizedModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
 def is_compiled_in_place(module: Module) -> bool:
     """Whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def persistent_buffers(module: Module) -> set[str]:
+    """Names of the buffers that are part of the state of ``module``."""
+    return set(module._buffers) - getattr(module, "_non_persistent_buffers_set", set())
 
 
 # The hooks of a module, by the attribute that holds them.

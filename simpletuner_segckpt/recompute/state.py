@@ -11,7 +11,7 @@ checkpointing gets. Nor are Python attributes that a forward counts or collects 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -46,6 +46,8 @@ _ATTRIBUTES = (
     ACTIVE_ADAPTER,
 )
 
+_ABSENT: Any = object()  # noted of a module without the attribute
+_ABSENTS = (_ABSENT,) * len(_ATTRIBUTES)
 
 _APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see below
 
@@ -140,7 +142,7 @@ def _note(modules: Sequence[Module]) -> _Noted:
     for module in all_modules(modules):  # of every covered block in every forward: quickly
         state = module.__dict__
         hooks = _hooks_of(state) if state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS] else None
-        noted.modules.append((state, tuple(map(state.get, _ATTRIBUTES)), hooks))
+        noted.modules.append((state, _attributes_of(state), hooks))
         if ADAPTERS_DISABLED in state:
             _note_adapters(noted, state)
         for parameter in state["_parameters"].values():
@@ -171,56 +173,56 @@ def _hooks_of(state: State) -> State:
     return found
 
 
+def _attributes_of(state: State) -> tuple[Any, ...]:
+    return tuple(map(state.get, _ATTRIBUTES, _ABSENTS))
+
+
 @contextmanager
 def _as_noted(noted: _Noted) -> Iterator[None]:
-    """Within this, the modules have again what was noted of them."""
+    """Within this, the modules have again what was noted of them.
+
+    Afterwards they are as they were, also when that could not be put back (no memory, say).
+    """
     if any(merged != tuple(state.get("merged_adapters", ())) for state, merged in noted.merged):
         raise RecomputeError(
             "adapters were merged into the weights, or taken out of them, between a forward and "
             "its backward, which recomputes that forward; do it between steps"
         )
-    replaced: list[tuple[State, str, Any]] = []
+    with ExitStack() as undo:
 
-    def put(state: State, key: str, value: Any) -> None:
-        replaced.append((state, key, state.get(key)))
-        _set(state, key, value)
-
-    for state, attributes, hooks in noted.modules:
-        if tuple(map(state.get, _ATTRIBUTES)) != attributes:
-            for key, value in zip(_ATTRIBUTES, attributes, strict=True):
-                if state.get(key) is not value:
-                    put(state, key, value)
-        if hooks is not None or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS]:
-            for kind in FORWARD_HOOK_TABLES:
-                before = hooks[kind] if hooks else type(state[kind])()
-                if state[kind].keys() != before.keys():
-                    # A copy: what a hook registers during one recompute is gone in the next.
-                    put(state, kind, before.copy())
-    for state, key, held in noted.dicts:
-        now = state[key]
-        if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):
-            put(state, key, held.copy())
-    for buffer in noted.buffers:
-        if buffer.tensor is None:
-            put(buffer.module._buffers, buffer.name, None)
-        elif buffer.copy is not None:
-            put(buffer.module._buffers, buffer.name, buffer.copy.clone())
-    switched = [(p, trained) for p, trained in noted.trained if p.requires_grad is not trained]
-    switched = [(p, trained) for p, trained in switched if p.is_leaf]
-    for parameter, trained in switched:
-        parameter.requires_grad_(trained)
-    try:
-        yield
-    finally:
-        for parameter, trained in switched:
-            parameter.requires_grad_(not trained)
-        for state, key, value in reversed(replaced):
+        def put(state: State, key: str, value: Any) -> None:
+            undo.callback(_set, state, key, state.get(key, _ABSENT))
             _set(state, key, value)
+
+        for state, attributes, hooks in noted.modules:
+            if _attributes_of(state) != attributes:
+                for key, value in zip(_ATTRIBUTES, attributes, strict=True):
+                    if state.get(key, _ABSENT) is not value:
+                        put(state, key, value)
+            if hooks is not None or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS]:
+                for kind in FORWARD_HOOK_TABLES:
+                    before = hooks[kind] if hooks else type(state[kind])()
+                    if state[kind].keys() != before.keys():
+                        # A copy: what a hook registers during one recompute is gone in the next.
+                        put(state, kind, before.copy())
+        for state, key, held in noted.dicts:
+            now = state[key]
+            if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):
+                put(state, key, held.copy())
+        for buffer in noted.buffers:
+            if buffer.tensor is None:
+                put(buffer.module._buffers, buffer.name, None)
+            elif buffer.copy is not None:
+                put(buffer.module._buffers, buffer.name, buffer.copy.clone())
+        for parameter, trained in noted.trained:
+            if parameter.requires_grad is not trained and parameter.is_leaf:
+                undo.callback(parameter.requires_grad_, not trained)
+                parameter.requires_grad_(trained)
+        yield
 
 
 def _set(state: State, key: str, value: Any) -> None:
-    """None is what a module without the attribute has, but a buffer can be None."""
-    if value is None and key in _ATTRIBUTES:
+    if value is _ABSENT:
         state.pop(key, None)
     else:
         state[key] = value

@@ -14,7 +14,7 @@ from ..config.settings import Settings, check_settings, written
 from ..config_schema import OWN_KEYS, PREFIX, word
 from ..families.registry import FamilyRegistry
 from ..families.schema import Family
-from ..messages.errors import UnknownFamily, UsageError
+from ..messages.errors import UnknownFamily, UsageError, reason_of
 from ..messages.findings import Finding
 from .own_setters import differences, native_problems, native_report
 from .problems import problems
@@ -190,15 +190,15 @@ def _notes(settings: Settings, report: Report) -> list[str]:
 
 def read_model_config(path: str) -> dict[str, Any]:
     """The ``config.json`` of a diffusers model or pipeline folder. Raises ``UsageError``."""
-    folder = Path(path)
-    places = [folder, folder / "transformer", folder / "unet"]  # a pipeline's subfolders
-    found = next((p / "config.json" for p in places if (p / "config.json").is_file()), None)
-    if found is None:
-        raise UsageError(f"--model: {path} holds no config.json, transformer/ or unet/ folder")
-    try:
-        config = json.loads(found.read_bytes())
-    except (ValueError, RecursionError, OSError) as error:
-        raise UsageError(f"--model: {found}: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"--model: {found} holds no object")
-    return config
+    for folder in (".", "transformer", "unet"):  # the latter two of a pipeline
+        file = Path(path, folder, "config.json")
+        try:
+            config = json.loads(file.read_bytes())
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            continue
+        except (ValueError, RecursionError, OSError) as error:
+            raise UsageError(f"--model: {file}: {reason_of(error)}") from None
+        if not isinstance(config, dict):
+            raise UsageError(f"--model: {file} holds no object")
+        return config
+    raise UsageError(f"--model: {path} holds no config.json, transformer/ or unet/ folder")

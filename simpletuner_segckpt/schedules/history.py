@@ -9,7 +9,7 @@ from .report import Strategy
 
 @dataclass(slots=True)
 class History:
-    """What ran since the schedule was installed, forward by forward, in the model and its copies.
+    """What ran since the schedule was installed, forward by forward.
 
     trained: training forwards that were observed to their end.
     without_gradients: forwards under ``no_grad`` or ``inference_mode``.
@@ -32,9 +32,6 @@ class History:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "History":
-        return self
 
     def add(self, effect: Effect) -> None:
         """One more training forward."""

@@ -54,12 +54,16 @@ def estimate_config(
     """Every mode of the model that ``config`` trains; the config's own comes first.
 
     ``config`` is what ``apply`` takes. ``traced`` names modes of which a whole step is run as the
-    check. Raises ``ConfigError``, ``UnknownFamily``, ``FamilyError`` and ``WorkloadError``.
+    check. Meanwhile Python's garbage collector is off for the whole process, and an estimate in
+    another thread waits (see ``without_memory``).
+
+    Raises ``ConfigError``, ``UnknownFamily``, ``FamilyError`` and ``WorkloadError``.
     """
     from ..profile.profile import profile
 
     settings = load_settings(config)
-    read = parse_workload(settings, registry or FamilyRegistry.default(), overrides)
+    known = FamilyRegistry.default() if registry is None else registry
+    read = parse_workload(settings, known, overrides)
     found = Estimates(read, profile(read.workload), on)
     family = read.workload.family
 

@@ -37,24 +37,24 @@ class Composed:
 
 
 def spans_of(profile: Profile, stacks: Iterable[StackReport]) -> list[PlannedSpan]:
-    """The units of a schedule, in execution order."""
+    """The spans of a schedule, in execution order."""
     reports = {stack.path: stack for stack in stacks}
-    units: list[PlannedSpan] = []
+    spans: list[PlannedSpan] = []
     for at, block in enumerate(profile.blocks):
         stack = reports.get(block.stack)
         if stack is None or (stack.strategy == "off" and block.index not in stack.offloaded):
-            units.append(PlannedSpan((at,)))
+            spans.append(PlannedSpan((at,)))
             continue
         treatment = of_block(stack, block.index)
         if not treatment.startswith(COVERED):
-            units.append(PlannedSpan((at,), treatment))
+            spans.append(PlannedSpan((at,), treatment))
             continue
         begins = block.index == next(s for s in stack.segments if block.index in s).start
-        if begins or units[-1].blocks[-1] != at - 1 or not handed_on(profile, at):
-            units.append(PlannedSpan((at,), treatment, stack.inputs_on_cpu))
+        if begins or spans[-1].blocks[-1] != at - 1 or not handed_on(profile, at):
+            spans.append(PlannedSpan((at,), treatment, stack.inputs_on_cpu))
         else:
-            units[-1] = replace(units[-1], blocks=(*units[-1].blocks, at))
-    return units
+            spans[-1] = replace(spans[-1], blocks=(*spans[-1].blocks, at))
+    return spans
 
 
 def handed_on(profile: Profile, at: int) -> bool:
@@ -68,9 +68,9 @@ def handed_on(profile: Profile, at: int) -> bool:
     )
 
 
-def compose(profile: Profile, units: Sequence[PlannedSpan]) -> Composed:
-    """One step with these units."""
-    return Composer(profile)(units)
+def compose(profile: Profile, spans: Sequence[PlannedSpan]) -> Composed:
+    """One step with these spans."""
+    return Composer(profile)(spans)
 
 
 class Composer:
@@ -80,8 +80,8 @@ class Composer:
         self.profile = profile
         self._values = ValueUses.of(profile)
 
-    def __call__(self, units: Sequence[PlannedSpan]) -> Composed:
-        step = StepWalk(self.profile, self._values, units)
+    def __call__(self, spans: Sequence[PlannedSpan]) -> Composed:
+        step = StepWalk(self.profile, self._values, spans)
         step.forward()
         step.backward()
         return _composed(step)
@@ -93,15 +93,15 @@ def _composed(walk: StepWalk) -> Composed:
     moved = calls = 0
     for glue in profile.glue:
         forward, backward = forward + glue.forward, backward + glue.backward
-    for unit in walk.units:
-        calls += unit.covered
-        for at in unit.blocks:
-            run, plain = walk.run_of(unit, at), walk.plain_run(at)
+    for span in walk.spans:
+        calls += span.covered
+        for at in span.blocks:
+            run, plain = walk.run_of(span, at), walk.plain_run(at)
             forward, backward = forward + run.forward, backward + run.backward
             recomputed = recomputed + (run.backward - plain.backward)
             moved += run.moved
-        if unit.inputs_on_cpu:
-            moved += sum(profile.kinds[profile.blocks[unit.blocks[0]].kind].takes)
+        if span.inputs_on_cpu:
+            moved += sum(profile.kinds[profile.blocks[span.blocks[0]].kind].takes)
     static = profile.weights + profile.states
     return Composed(
         peak=static + walk.peak,

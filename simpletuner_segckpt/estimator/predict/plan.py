@@ -82,7 +82,8 @@ def plan_config(
         raise WorkloadError(
             f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
         )
-    read = parse_workload(settings, registry or FamilyRegistry.default(), overrides)
+    known = FamilyRegistry.default() if registry is None else registry
+    read = parse_workload(settings, known, overrides)
     chosen = on or card(DEFAULT_CARD)
     measured = profile(read.workload)
     if not measured.blocks:

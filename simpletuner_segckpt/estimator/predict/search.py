@@ -126,11 +126,11 @@ class Search:
         """What a candidate really is."""
         settings = settings_with(self.settings, candidate.keys)
         report = planned(self.profile, self.family, settings)
-        units = spans_of(self.profile, report.stacks)
-        key = tuple(units)
+        spans = spans_of(self.profile, report.stacks)
+        key = tuple(spans)
         found = self._composed.get(key)
         if found is None:
-            found = self._composed[key] = self._composer(units)
+            found = self._composed[key] = self._composer(spans)
         return Found(candidate.keys, time_of(found, self.card).total, found)
 
     @cached_property
@@ -178,7 +178,7 @@ class Search:
         places = [(block.stack, block.index) for block in self.profile.blocks]
         found = []
         seen = set()
-        seen_units = set()
+        seen_spans = set()
         widths = sorted({*range(1, min(WIDEST, longest) + 1), longest})
         for interval, keep_last in product(widths, range(total + 1)):
             for stride in range(interval, longest + 1):
@@ -190,11 +190,11 @@ class Search:
                 keys = _keys(interval, stride, keep_last)
                 report = planned(self.profile, self.family, settings_with(self.settings, keys))
                 inside = {(path, b) for path, s in schedules.items() for b in s.covered}
-                units = tuple(spans_of(self.profile, report.stacks))
-                if units in seen_units:  # one by one, all widths are the same
+                spans = tuple(spans_of(self.profile, report.stacks))
+                if spans in seen_spans:  # one by one, all widths are the same
                     continue
-                seen_units.add(units)
-                first = {places[unit.blocks[0]] for unit in units if unit.covered}
+                seen_spans.add(spans)
+                first = {places[span.blocks[0]] for span in spans if span.covered}
                 found.append(
                     _Schedule(
                         keys,

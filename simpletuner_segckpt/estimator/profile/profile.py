@@ -5,7 +5,7 @@ that are alike cost alike. It shows which values the blocks hand on, and what li
 around them. Then a block of each kind runs alone in every way that the keys know.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,24 @@ from .thinning import build_of, extended, one_after_another, places_of, put_bloc
 from .walk import gradient_of, shared_gradients
 from .walk import levels as levels_of
 
+# Workloads that were measured last in this process: whoever asks for a plan asks for an estimate.
+_recent: deque[tuple[Workload, Profile]] = deque(maxlen=4)
+
 
 def profile(work: Workload) -> Profile:
-    """Measure a workload: seconds, and no memory to speak of. Raises ``WorkloadError``."""
+    """Measure a workload: seconds, and no memory to speak of. Raises ``WorkloadError``.
+
+    One of the last few workloads is not measured again.
+    """
+    for known, found in tuple(_recent):
+        if known == work:
+            return found
+    found = _profiled(work)
+    _recent.append((work, found))
+    return found
+
+
+def _profiled(work: Workload) -> Profile:
     experts = training_of(work.family).experts
     with fakes.without_memory(), KnownValues(experts), fakes.explained(work.family.title):
         model = building.build(work)

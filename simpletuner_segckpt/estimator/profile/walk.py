@@ -17,7 +17,7 @@ from .treatments import COVERED, PLAIN
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """Positions of consecutive blocks, and how they run. Only covered units have several."""
+    """Positions of consecutive blocks, and how they run. Only covered spans have several."""
 
     blocks: tuple[int, ...]
     treatment: str = PLAIN
@@ -89,16 +89,16 @@ def shared_gradients(profile: Profile) -> int:
 class StepWalk:
     """The state of the memory while a step is gone through."""
 
-    def __init__(self, profile: Profile, values: ValueUses, units: Sequence[PlannedSpan]):
+    def __init__(self, profile: Profile, values: ValueUses, spans: Sequence[PlannedSpan]):
         self.profile = profile
         self.values = values
-        self.units = units
+        self.spans = spans
         self.level = 0
         self.peak = 0
         self.kept_at_peak = 0
         self.gradients_at_peak = 0
         self.where = ""
-        self._kept = math.inf  # while a unit is gone back through: what was kept until then
+        self._kept = math.inf  # while a span is gone back through: what was kept until then
         self.gradients = profile.trained if profile.accumulates else 0
         self._alive: dict[int, int] = {}
         self._holders: Counter[int] = Counter()
@@ -112,7 +112,7 @@ class StepWalk:
             self.level += size
 
     def _leave(self, value: int, at: int) -> None:
-        """Let a value go that no unit holds and no block from ``at`` on takes."""
+        """Let a value go that no span holds and no block from ``at`` on takes."""
         if value in self._alive and not self._holders[value] and self.values.last_use[value] < at:
             self.level -= self._alive.pop(value)
 
@@ -131,29 +131,29 @@ class StepWalk:
         entered = []
         for value in profile.between:  # what lies between the blocks is one more holder
             self._holders[value] += 1
-        for unit in self.units:
+        for span in self.spans:
             holding: list[int] = []
-            for at in unit.blocks:
+            for at in span.blocks:
                 self._reach(profile.glue[at].forward_peak, "before the blocks" if at == 0 else "")
                 self.level += profile.glue[at].kept
                 for value, size in self.values.arriving[at].items():
                     self._arrive(value, size)
                 block = profile.blocks[at]
-                run = self.run_of(unit, at)
+                run = self.run_of(span, at)
                 entered.append(self.level)
                 self._reach(run.forward_peak, f"forward of {block.stack} {block.index}")
                 kind = profile.kinds[block.kind]
                 for value, size in zip(block.gives, kind.gives, strict=True):
                     self._arrive(value, size)
                 self.level += run.own
-                holding += self._held(unit, at)
+                holding += self._held(span, at)
             for value in holding:
                 self._holders[value] += 1
             self._holding.append(holding)
-            for at in unit.blocks:
+            for at in span.blocks:
                 block = profile.blocks[at]
                 for value in (*block.takes, *block.gives):
-                    self._leave(value, unit.blocks[-1] + 1)
+                    self._leave(value, span.blocks[-1] + 1)
         head = profile.glue[-1]
         self._reach(head.forward_peak, "after the blocks")
         for value in list(self._alive):
@@ -162,29 +162,29 @@ class StepWalk:
         self.level += head.kept
         return entered
 
-    def run_of(self, unit: PlannedSpan, at: int) -> Run:
-        return self.profile.kinds[self.profile.blocks[at].kind].run(unit.treatment)
+    def run_of(self, span: PlannedSpan, at: int) -> Run:
+        return self.profile.kinds[self.profile.blocks[at].kind].run(span.treatment)
 
     def plain_run(self, at: int) -> Run:
         return self.profile.kinds[self.profile.blocks[at].kind].run(PLAIN)
 
-    def _held(self, unit: PlannedSpan, at: int) -> list[int]:
+    def _held(self, span: PlannedSpan, at: int) -> list[int]:
         """Values that a block keeps until its backward."""
         block = self.profile.blocks[at]
-        run = self.run_of(unit, at)
-        first = at == unit.blocks[0]
-        if unit.covered and not self._differentiable(unit):
+        run = self.run_of(span, at)
+        first = at == span.blocks[0]
+        if span.covered and not self._differentiable(span):
             return []
-        if unit.covered:
-            made = {v for b in unit.blocks for v in self.profile.blocks[b].gives}
+        if span.covered:
+            made = {v for b in span.blocks for v in self.profile.blocks[b].gives}
             takes = [v for v in block.takes if first or v not in made]
-            return [] if unit.inputs_on_cpu else takes
+            return [] if span.inputs_on_cpu else takes
         taken = [v for v, held in zip(block.takes, run.holds, strict=True) if held]
         return taken + [v for v, held in zip(block.gives, run.results, strict=True) if held]
 
-    def _differentiable(self, unit: PlannedSpan) -> bool:
-        """Whether backward comes to a unit at all: not to frozen blocks with frozen inputs."""
-        kinds = (self.profile.kinds[self.profile.blocks[at].kind] for at in unit.blocks)
+    def _differentiable(self, span: PlannedSpan) -> bool:
+        """Whether backward comes to a span at all: not to frozen blocks with frozen inputs."""
+        kinds = (self.profile.kinds[self.profile.blocks[at].kind] for at in span.blocks)
         return any(any(kind.gives_gradient) for kind in kinds)
 
     # -- backward --------------------------------------------------------------------------
@@ -197,21 +197,21 @@ class StepWalk:
         self._reach(head.backward_peak, "the loss")
         self.level -= head.freed
         shared = 0
-        for unit, holding in zip(reversed(self.units), reversed(self._holding), strict=True):
-            last = profile.blocks[unit.blocks[-1]]
-            begun[unit.blocks[-1]] = self._kept = self.level
+        for span, holding in zip(reversed(self.spans), reversed(self._holding), strict=True):
+            last = profile.blocks[span.blocks[-1]]
+            begun[span.blocks[-1]] = self._kept = self.level
             self.level += shared
-            if unit.covered and self._differentiable(unit):
-                self._covered_backward(unit)
-            elif not unit.covered:
-                run = self.run_of(unit, unit.blocks[0])
+            if span.covered and self._differentiable(span):
+                self._covered_backward(span)
+            elif not span.covered:
+                run = self.run_of(span, span.blocks[0])
                 self._reach(run.backward_peak, f"backward of {last.stack} {last.index}")
                 self.level -= run.own
             self.level -= shared
             shared = self.values.shared
             for value in holding:
                 self._holders[value] -= 1
-            for at in unit.blocks:
+            for at in span.blocks:
                 block = profile.blocks[at]
                 for value in {*block.takes, *block.gives}:
                     if value in profile.between and self.values.first_use[value] == at:
@@ -227,30 +227,30 @@ class StepWalk:
         self._reach(profile.stepping, "the optimizer's step")
         return begun
 
-    def _covered_backward(self, unit: PlannedSpan) -> None:
+    def _covered_backward(self, span: PlannedSpan) -> None:
         """Recompute the blocks of a segment, then go back through them."""
         profile = self.profile
         before = self.level
-        first = profile.blocks[unit.blocks[0]]
+        first = profile.blocks[span.blocks[0]]
         name = f"segment {first.stack} {first.index}"
-        gradient = gradient_of(profile, unit.blocks[-1])
-        if unit.inputs_on_cpu:
+        gradient = gradient_of(profile, span.blocks[-1])
+        if span.inputs_on_cpu:
             kind = profile.kinds[first.kind]
             self.level += sum(
                 size
                 for value, size in zip(first.takes, kind.takes, strict=True)
                 if value not in self._alive
             )
-        if len(unit.blocks) == 1:
-            run = self.run_of(unit, unit.blocks[0])
+        if len(span.blocks) == 1:
+            run = self.run_of(span, span.blocks[0])
             self._reach(max(run.recompute_peak, run.backward_peak), f"recompute of {name}")
             self.level = before - run.own
             return
         inner: list[int] = []
-        for at in unit.blocks:
-            plain, run = self.plain_run(at), self.run_of(unit, at)
+        for at in span.blocks:
+            plain, run = self.plain_run(at), self.run_of(span, at)
             coming = self._passing(at - 1) if inner else 0  # not kept, but the call holds it
-            if at == unit.blocks[-1]:  # whose recompute stops when it has what backward needs
+            if at == span.blocks[-1]:  # whose recompute stops when it has what backward needs
                 self._reach(coming + run.recompute_peak, f"recompute of {name}")
                 grown = plain.own - run.own
             else:
@@ -259,10 +259,10 @@ class StepWalk:
                 grown = plain.own - run.own + self._handed_on(at)
             inner.append(grown)
             self.level += grown
-        for at, grown in zip(reversed(unit.blocks), reversed(inner), strict=True):
+        for at, grown in zip(reversed(span.blocks), reversed(inner), strict=True):
             self._reach(self.plain_run(at).backward_peak, f"backward of {name}")
-            self.level -= grown + self.run_of(unit, at).own
-        self.level = before - sum(self.run_of(unit, at).own for at in unit.blocks)
+            self.level -= grown + self.run_of(span, at).own
+        self.level = before - sum(self.run_of(span, at).own for at in span.blocks)
 
     def _handed_on(self, at: int) -> int:
         """Bytes of the results of a block that it or the next one keeps in a recompute."""

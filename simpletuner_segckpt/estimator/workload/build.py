@@ -19,7 +19,7 @@ from ...messages.errors import WorkloadError
 from ...messages.log import quiet
 from ...model.tiny import load_class, make
 from ...private.of_libraries import KEEP_IN_FP32
-from ...private.of_torch import pytree
+from ...private.of_torch import persistent_buffers, pytree
 from .layers import fuse_projections, stream_weights
 from .shapes import resolved
 from .workload import Workload, training_of
@@ -73,7 +73,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             changed = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
             model.get_submodule(owner)._parameters[name] = changed
     for module in model.modules():
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+        for name in persistent_buffers(module):
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(dtype)

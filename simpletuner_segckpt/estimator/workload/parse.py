@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from ...config.settings import Settings, read_keys
 from ...config_schema import TrainingKeys
 from ...families.registry import FamilyRegistry
 from ...families.schema import Family
-from ...messages.errors import WorkloadError
+from ...messages.errors import WorkloadError, reason_of
 from .optimizers import optimizers
 from .workload import Adapter, Workload, training_of
 
@@ -201,7 +202,7 @@ def _local(keys: TrainingKeys, folder: Path) -> str | None:
         keys.pretrained_model_name_or_path,
     ):
         for path in (Path(given), folder / given) if given else ():
-            if path.is_dir():
+            if os.path.isdir(path):  # never raises, whatever the name
                 return str(path)
     return None
 
@@ -299,9 +300,12 @@ def _json_at(key: str, value: Any, folder: Path, assumed: list[str]) -> Any:
     reason = ""
     for path in (folder / value, Path(value)):
         try:
-            return json.loads(path.read_bytes())
-        except OSError as error:
-            reason = reason or error.strerror or str(error)
+            data = path.read_bytes()
+        except (OSError, ValueError) as error:
+            reason = reason or reason_of(error)
+            continue
+        try:
+            return json.loads(data)
         except (ValueError, RecursionError):
             reason = "it is not JSON"
     assumed.append(f"nothing of {key}, whose file {value} cannot be read: {reason}")

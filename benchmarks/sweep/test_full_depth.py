@@ -1,0 +1,43 @@
+"""Composed peaks against whole traced steps of models at their published depth and size."""
+
+import pytest
+
+from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.estimator.predict.modes import planned
+from simpletuner_segckpt.estimator.predict.peak import compose, spans_of
+from simpletuner_segckpt.estimator.profile.profile import profile
+from simpletuner_segckpt.estimator.profile.trace import trace
+from simpletuner_segckpt.estimator.workload.parse import parse_workload
+from simpletuner_segckpt.families.registry import FamilyRegistry
+
+INTERVAL = "gradient_checkpointing_interval"
+STRIDE = "gradient_checkpointing_segment_stride"
+KEEP = "gradient_checkpointing_keep"
+LAST = "gradient_checkpointing_keep_last"
+CASES = {
+    "wan 1.3b": (
+        {"model_family": "wan", "model_flavour": "t2v-480p-1.3b-2.1", "resolution": 480},
+        {INTERVAL: 2, STRIDE: 4},
+    ),
+    "hidream": ({"model_family": "hidream", "resolution": 512}, {INTERVAL: 2, STRIDE: 4}),
+    "z_image": ({"model_family": "z_image", "resolution": 512}, {KEEP: "attention"}),
+    "longcat": ({"model_family": "longcat_image", "model_type": "full"}, {LAST: 5}),
+    "ltxvideo": (
+        {"model_family": "ltxvideo", "model_flavour": "0.9.5", "num_frames": 49},
+        {INTERVAL: 2},
+    ),
+    "sd1x": ({"model_family": "sd1x", "train_batch_size": 2}, {KEEP: "attention"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_composing_is_the_whole_step(name):
+    config, keys = CASES[name]
+    settings = load_settings(config | keys)
+    work = parse_workload(settings, FamilyRegistry.shipped()).workload
+    found = profile(work)
+    report = planned(found, work.family, settings)
+    peak, traced = compose(found, spans_of(found, report.stacks)).peak, trace(work, keys)
+    assert peak == pytest.approx(traced, rel=0.005)
+    static = found.weights + found.states  # which both have from the same place
+    assert peak - static == pytest.approx(traced - static, rel=0.01)

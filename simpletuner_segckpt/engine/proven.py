@@ -1,0 +1,95 @@
+"""What training forwards have shown, by the shape of their call.
+
+It holds for calls with the same arguments given, the same flags and, in dicts such as
+``joint_attention_kwargs``, the same keys. What a key means to a loop nobody can tell, so each set
+of keys is looked at by itself, until all of two or more have shown the same: then keys do not
+matter, and another set of as many runs as those did. (Where a family file names what matters to
+the loop, one set is enough.) Should that be wrong, the checks of its segments stop that forward
+(``SegmentBroken``), and from then on keys matter again. Keys that are names of conditions always
+do.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from .proof import Proof
+
+# Shapes of call that are remembered; the one that was not met for longest is forgotten.
+MOST_SHAPES = 64
+
+# Sets of keys that must have shown the same before others are taken to do so: of a model that a
+# family file describes, and of any other.
+AGREEING = {True: 1, False: 2}
+
+
+class CallShape(NamedTuple):
+    """What tells one shape of call from another.
+
+    given: the arguments by name, with flags; of dicts how many keys they have, and which of these
+        are names of conditions.
+    keys: the other keys of each dict.
+    """
+
+    given: tuple[Any, ...]
+    keys: tuple[tuple[str, ...], ...] = ()
+
+
+def call_shape(
+    arguments: Mapping[str, Any], training: bool, named: Collection[str] = ()
+) -> CallShape:
+    """The shape of a call with these arguments; ``named`` are the names of conditions."""
+    given: list[tuple[Any, ...]] = []
+    keys: list[tuple[str, ...]] = []
+    for name, value in sorted(arguments.items()):
+        if isinstance(value, dict):
+            inside = sorted(map(str, value))
+            given.append((name, len(inside), tuple(key for key in inside if key in named)))
+            keys.append(tuple(key for key in inside if key not in named))
+        elif value is not None:
+            given.append((name, value if isinstance(value, bool) else None))
+    return CallShape((training, *given), tuple(keys))
+
+
+class Proven:
+    """The proofs of one stack. Several threads may ask at once.
+
+    described: whether a family file describes the model.
+    """
+
+    def __init__(self, described: bool = False):
+        self._agreeing = AGREEING[described]
+        self._proofs: OrderedDict[CallShape, Proof] = OrderedDict()  # those met last at the end
+
+    def __len__(self) -> int:
+        return len(self._proofs)
+
+    def get(self, shape: CallShape) -> Proof | None:
+        """What was shown for this shape, or alike for others that differ from it in keys."""
+        proof = self._proofs.get(shape)
+        if proof is not None:
+            self._met(shape)
+            return proof
+        alike = [(s, p) for s, p in list(self._proofs.items()) if s.given == shape.given]
+        if len(alike) < self._agreeing:
+            return None
+        latest, shown = alike[-1]
+        for other, proof in alike:
+            if not proof.links_as(shown):
+                self._met(other)  # that keys matter is not forgotten while new ones come
+                self._met(latest)
+                return None
+        self._met(latest)
+        return shown
+
+    def put(self, shape: CallShape, proof: Proof) -> None:
+        """Remember what was shown for this shape."""
+        self._proofs[shape] = proof
+        self._met(shape)
+        while len(self._proofs) > MOST_SHAPES:
+            self._proofs.popitem(last=False)
+
+    def _met(self, shape: CallShape) -> None:
+        with suppress(KeyError):  # forgotten meanwhile, by another thread
+            self._proofs.move_to_end(shape)
