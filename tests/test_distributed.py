@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_cases import STACKS
+from distributed_cases import ACCELERATE, DDP, FSDP1, FSDP2, FSDP2_BF16, STACKS
 from filelock import FileLock
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toys import WithDoor, toy
@@ -73,8 +73,7 @@ def in_segments(name, interval=2):
     return dict.fromkeys(STACKS[name], cut)
 
 
-@pytest.mark.parametrize("mode", ["plain", "static_graph", "find_unused_parameters"])
-@pytest.mark.parametrize("name", ["flux", "auraflow", "llama"])
+@pytest.mark.parametrize(("name", "mode"), DDP)
 def test_ddp(ranks, name, mode):
     """Recorded, segmented, validated in between, forced to run per block, segmented again."""
     forced = {
@@ -124,21 +123,10 @@ def first_gathers(name, unit, order, interval):
     return expected + tried + (order == "apply, shard")
 
 
-SHARDED = [
-    (f"fsdp2 {name} {unit} {order}", name, unit, order, 2)
-    for name in BLOCKS
-    for unit in ("block", "segment")
-    for order in ("apply, shard", "shard, apply")
-]
+SHARDED = [(f"fsdp2 {name} {unit} {order}", name, unit, order, 2) for name, unit, order in FSDP2]
 BF16 = [
     (f"fsdp2 bf16 {name} {unit} {order} {interval}", name, unit, order, interval)
-    for name, unit, order, interval in (
-        ("flux", "block", "apply, shard", 2),
-        ("flux", "segment", "shard, apply", 2),
-        ("llama", "block", "shard, apply", 1),
-        ("llama", "segment", "apply, shard", 2),
-        ("llama", "block", "apply, shard", 4),
-    )
+    for name, unit, order, interval in FSDP2_BF16
 ]
 
 
@@ -201,8 +189,7 @@ def test_sharding_twice_is_refused(ranks):
         assert record["refused"] == "SEG501 FSDPWithDoor is sharded already; shard it once only"
 
 
-@pytest.mark.parametrize("order", ["apply, shard", "shard, apply", "apply, step, shard"])
-@pytest.mark.parametrize("name", ["flux", "auraflow", "llama"])
+@pytest.mark.parametrize(("name", "order"), FSDP1)
 def test_fsdp1(ranks, name, order):
     """The blocks are in wrappers; the schedule is on what is inside, and on each wrapper once."""
     covered = [[0, 1], [3, 4]] if name == "llama" else [[0, 1]]
@@ -211,16 +198,13 @@ def test_fsdp1(ranks, name, order):
         assert record["seen"] == dict.fromkeys(STACKS[name], covered)
 
 
-@pytest.mark.parametrize("order", ["apply, prepare", "prepare, apply"])
-@pytest.mark.parametrize(
-    ("kind", "wrapper", "gathers"),
-    [
-        ("DDP", "DistributedDataParallel", 0),
-        ("FSDP2", "FSDP2", 2 + 2 * 6),  # accelerate makes the last norm a unit of its own
-        ("FSDP2 segments", "FSDP2", 1 + 2 * 4),
-    ],
-)
-def test_accelerate(ranks, kind, wrapper, gathers, order):
+@pytest.mark.parametrize(("kind", "order"), ACCELERATE)
+def test_accelerate(ranks, kind, order):
+    wrapper, gathers = {
+        "DDP": ("DistributedDataParallel", 0),
+        "FSDP2": ("FSDP2", 2 + 2 * 6),  # accelerate makes the last norm a unit of its own
+        "FSDP2 segments": ("FSDP2", 1 + 2 * 4),
+    }[kind]
     for record in ranks(f"accelerate {kind} {order}"):
         assert record["wrapper"] == wrapper
         assert record["gathers"] == [gathers] * 3

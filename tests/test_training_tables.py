@@ -91,23 +91,16 @@ def step_of(name, size):
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SIZES}))
 def test_a_step_of_every_family(name):
-    """Of its first size. The others differ in numbers, with which the inputs have to agree."""
-    first, *others = (size for of, size in SIZES if of == name)
-    work = step_of(name, first)
+    """Of its first size; benchmarks/sweep has the others, which differ in numbers."""
+    work = step_of(name, next(size for of, size in SIZES if of == name))
     targets = work.family.training.targets
     with fakes.without_memory(), KnownValues(work.family.training.experts):
         model = building.build(work)
         outputs = forward_of(model, work)
         fakes.backward([output.float().mean() for output in outputs])
-        assert any(parameter.grad is not None for parameter in model.parameters())
-        assert adapted(model, targets) == set(targets)
-        assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
-        for size in others:
-            work = step_of(name, size)
-            model = building.build(work)
-            assert adapted(model, targets) == set(targets), size
-            with torch.no_grad():
-                forward_of(model, work)
+    assert any(parameter.grad is not None for parameter in model.parameters())
+    assert adapted(model, targets) == set(targets)
+    assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
 
 
 def forward_of(model, work):

@@ -1,15 +1,23 @@
-"""Composed peaks against whole traced steps of models at their published depth and size."""
+"""The estimator at published depth and size: against whole traced steps, and for every size."""
 
 import pytest
+import torch
+from test_training_tables import SIZES, adapted, forward_of, step_of
 
+from simpletuner_segckpt import estimate_config, plan_config
 from simpletuner_segckpt.config.settings import load_settings
 from simpletuner_segckpt.estimator.predict.modes import planned
 from simpletuner_segckpt.estimator.predict.peak import compose, spans_of
+from simpletuner_segckpt.estimator.profile.fake_tensors import without_memory
+from simpletuner_segckpt.estimator.profile.known_values import KnownValues
 from simpletuner_segckpt.estimator.profile.profile import profile
 from simpletuner_segckpt.estimator.profile.trace import trace
+from simpletuner_segckpt.estimator.workload.build import build
 from simpletuner_segckpt.estimator.workload.parse import parse_workload
 from simpletuner_segckpt.families.registry import FamilyRegistry
 
+GIB = 1 << 30
+WAN = {"model_family": "wan", "model_flavour": "t2v-480p-1.3b-2.1"}
 INTERVAL = "gradient_checkpointing_interval"
 STRIDE = "gradient_checkpointing_segment_stride"
 KEEP = "gradient_checkpointing_keep"
@@ -41,3 +49,26 @@ def test_composing_is_the_whole_step(name):
     assert peak == pytest.approx(traced, rel=0.005)
     static = found.weights + found.states  # which both have from the same place
     assert peak - static == pytest.approx(traced - static, rel=0.01)
+
+
+def test_a_plan_for_wan_fits():
+    """Traced; and of the published modes that fit none is faster."""
+    found = plan_config(WAN, 24 * GIB)
+    assert (found.read.workload.width, found.read.workload.frames) == (832, 81)
+    assert trace(found.read.workload, found.found.keys) <= found.usable < 24 * GIB
+    slower = ["layer", "interval2", "torch-ffn+offload", "seg2-stride4+offload"]
+    rows = estimate_config(WAN, modes=slower, on=found.card).rows
+    assert all(found.found.seconds < row.time.total for row in rows[1:])
+    assert found.next is None or found.next.step.peak > found.found.step.peak
+
+
+OTHER_SIZES = [(name, size) for at, (name, size) in enumerate(SIZES) if name in dict(SIZES[:at])]
+
+
+@pytest.mark.parametrize(("name", "size"), OTHER_SIZES)
+def test_a_forward_of_every_size(name, size):
+    work = step_of(name, size)
+    with without_memory(), KnownValues(work.family.training.experts), torch.no_grad():
+        model = build(work)
+        forward_of(model, work)
+    assert adapted(model, work.family.training.targets) == set(work.family.training.targets)
