@@ -2,7 +2,8 @@
 
 Each function returns the value meant, ``None`` for unset, or raises
 ``pydantic_core.PydanticCustomError`` with a type that is one of our rule names and a message
-that says what to write instead.
+that says what to write instead. (Pydantic's own lax mode takes true for 1, has no words for unset,
+and its messages do not say what to write.)
 """
 
 import json

@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,3 +18,9 @@ torch.set_num_threads(1)  # xdist runs one worker per core
 @pytest.fixture(autouse=True)
 def _fresh_seed():
     torch.manual_seed(0)
+
+
+def pytest_collection_finish():
+    """What was imported stays: the collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -9,6 +9,7 @@ file to write:
 
 import json
 import logging
+import os
 import sys
 import time
 import traceback
@@ -559,7 +560,10 @@ def main(path: str, only: str = "") -> None:
         results[name] = gathered
         if dist.get_rank() == 0:
             Path(path).write_text(json.dumps(results))
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # now and then a thread of gloo is still there, which ends Python with an abort
 
 
 if __name__ == "__main__":

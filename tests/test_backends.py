@@ -34,85 +34,87 @@ KEEP = "gradient_checkpointing_keep"
 OFFLOAD = "gradient_checkpointing_offload_attention"
 FFN = {BACKEND: "torch-ffn"}
 
+# One family of each class.
 TINY = {
-    f"{fam.title} {tiny.model_class.rpartition('.')[2]}": (fam, tiny)
+    tiny.model_class.rpartition(".")[2]: (fam, tiny)
     for fam in REGISTRY
     for tiny in fam.tiny
     if not missing_needs(tiny) and "ZImageControlNet" not in tiny.model_class
 }
 
 
-def with_part(part):
-    return [
-        pytest.param(fam, tiny, id=name)
-        for name, (fam, tiny) in TINY.items()
-        if any(getattr(stack, part) for stack in fam.stacks)
-    ]
+WITH_PARTS = [
+    pytest.param(fam, tiny, id=name)
+    for name, (fam, tiny) in TINY.items()
+    if any(stack.feed_forward or stack.attention for stack in fam.stacks)
+]
 
 
-@pytest.mark.parametrize(("fam", "tiny"), with_part("feed_forward"))
-def test_only_the_feed_forwards_of_covered_blocks_run_twice(fam, tiny):
+@pytest.mark.parametrize(("fam", "tiny"), WITH_PARTS)
+def test_what_runs_twice_inside_the_blocks(fam, tiny):
+    """Only feed-forwards with `torch-ffn`; with `keep` all but what is kept."""
     model, inputs = make_model(tiny).train(), make_inputs(tiny)
-    installation = simpletuner_segckpt.apply(model, {**FFN, **keys(2, 3)}, family=fam)
+    installation = simpletuner_segckpt.apply(model, {}, family=fam)
     stacks = described(fam, installation.report)
     installation.remove()
-    expected, _, once = watched(model, inputs, stacks)
-    installation = simpletuner_segckpt.apply(model, {**FFN, **keys(2, 3)}, family=fam)
-    for _ in range(2):
-        with counted(model, [path for path, _ in stacks]) as block_calls:
-            got, _, calls = watched(model, inputs, stacks)
-        assert got == expected
-        for planned in installation.report.stacks:
-            if planned.path == UNITS:
-                continue
-            separable = fam.stack_at(planned.path).feed_forward
-            assert planned.covered == (
-                tuple(b for b in range(planned.blocks) if b % 3 < 2) if separable else ()
-            )
-            assert set(block_calls[planned.path].values()) == {1}
-            for block in range(planned.blocks):
-                key = (planned.path, block, "attention")
-                assert calls[key] == once[key]
-                key = (planned.path, block, "feed_forward")
-                again = calls[key] - once[key]
-                ran = installation.effect[planned.path].spans[block].tally.feed_forwards
-                assert ran == (once[key] if block in planned.covered else 0)
-                # The text half of a last block leads nowhere, so nothing needs it again.
-                unused = block == planned.blocks - 1 and again == ran - 1
-                assert again == ran or unused
-        assert sum(calls.values()) > sum(once.values())
+    expected, counts, calls = watched(model, inputs, stacks)
+    if any(stack.feed_forward for _, stack in stacks):
+        installation = simpletuner_segckpt.apply(model, {**FFN, **keys(2, 3)}, family=fam)
+        check_feed_forwards(fam, model, inputs, stacks, installation, expected, calls)
+        installation.remove()
+    if any(stack.attention for _, stack in stacks):
+        kept = [
+            "attention",
+            *(["ffn"] if any(stack.projections for stack in fam.stacks) else []),
+        ]
+        installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: kept}, family=fam)
+        for _ in range(2):  # the second time in segments
+            check_kept(kept, model, inputs, stacks, installation, expected, counts, calls)
 
 
-@pytest.mark.parametrize(("fam", "tiny"), with_part("attention"))
-def test_what_is_kept_runs_once_and_the_rest_twice(fam, tiny):
-    kept = ("attention", "ffn")
-    if not any(stack.projections for stack in fam.stacks):
-        kept = ("attention",)
-    model, inputs = make_model(tiny).train(), make_inputs(tiny)
-    config = {**keys(2), KEEP: list(kept)}
-    installation = simpletuner_segckpt.apply(model, config, family=fam)
-    stacks = described(fam, installation.report)
-    installation.remove()
-    expected, once, calls_once = watched(model, inputs, stacks)
-    installation = simpletuner_segckpt.apply(model, config, family=fam)
-    for _ in range(2):
-        with counted(model, [path for path, _ in stacks]) as block_calls:
-            got, counts, calls = watched(model, inputs, stacks)
-        assert got == expected
-        assert counts.attention == once.attention
-        for path, stack in stacks:
-            assert set(block_calls[path].values()) == {2}
-            for index in range(len(blocks_of(model, path))):
-                for kind in ("attention", "feed_forward") if stack.feed_forward else ("attention",):
-                    key = (path, index, kind)
-                    assert calls[key] == 2 * calls_once[key]
-        if "ffn" in kept:
-            assert counts.down == once.down > 0
-            effects = [installation.effect[path] for path, stack in stacks if stack.projections]
-            assert all(effect.kept["ffn"] > 0 for effect in effects)
-        kept_outputs = sum(stack.kept["attention"] for stack in installation.effect.stacks)
-        outside = sum(s.kept["attention"] for s in installation.effect.stacks if s.path == UNITS)
-        assert 0 < kept_outputs - outside <= once.attention
+def check_feed_forwards(fam, model, inputs, stacks, installation, expected, once):
+    with counted(model, [path for path, _ in stacks]) as block_calls:
+        got, _, calls = watched(model, inputs, stacks)
+    assert got == expected
+    for planned in installation.report.stacks:
+        if planned.path == UNITS:
+            continue
+        separable = fam.stack_at(planned.path).feed_forward
+        assert planned.covered == (
+            tuple(b for b in range(planned.blocks) if b % 3 < 2) if separable else ()
+        )
+        assert set(block_calls[planned.path].values()) == {1}
+        for block in range(planned.blocks):
+            key = (planned.path, block, "attention")
+            assert calls[key] == once[key]
+            key = (planned.path, block, "feed_forward")
+            again = calls[key] - once[key]
+            ran = installation.effect[planned.path].spans[block].tally.feed_forwards
+            assert ran == (once[key] if block in planned.covered else 0)
+            # The text half of a last block leads nowhere, so nothing needs it again.
+            unused = block == planned.blocks - 1 and again == ran - 1
+            assert again == ran or unused
+    assert sum(calls.values()) > sum(once.values())
+
+
+def check_kept(kept, model, inputs, stacks, installation, expected, once, calls_once):
+    with counted(model, [path for path, _ in stacks]) as block_calls:
+        got, counts, calls = watched(model, inputs, stacks)
+    assert got == expected
+    assert counts.attention == once.attention
+    for path, stack in stacks:
+        assert set(block_calls[path].values()) == {2}
+        for index in range(len(blocks_of(model, path))):
+            for kind in ("attention", "feed_forward") if stack.feed_forward else ("attention",):
+                key = (path, index, kind)
+                assert calls[key] == 2 * calls_once[key]
+    if "ffn" in kept:
+        assert counts.down == once.down > 0
+        effects = [installation.effect[path] for path, stack in stacks if stack.projections]
+        assert all(effect.kept["ffn"] > 0 for effect in effects)
+    kept_outputs = sum(stack.kept["attention"] for stack in installation.effect.stacks)
+    outside = sum(s.kept["attention"] for s in installation.effect.stacks if s.path == UNITS)
+    assert 0 < kept_outputs - outside <= once.attention
 
 
 # The whole matrix: bit-equal gradients, or a refusal that says why.
@@ -843,16 +845,16 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
     ]
 
 
-@pytest.mark.parametrize("past_the_hooks", [False, True], ids=["", "past the hooks"])
 @pytest.mark.parametrize(
-    ("how", "config"),
+    ("how", "config", "past_the_hooks"),
     [
-        ("blocks", {}),
-        ("blocks", keys(2)),
-        ("their forwards", keys(2)),
-        ("their attentions", keys(2)),
+        ("blocks", {}, True),
+        ("blocks", keys(2), False),
+        ("their forwards", keys(2), False),
+        ("their forwards", keys(2), True),
+        ("their attentions", keys(2), False),
     ],
-    ids=["layer", "blocks", "their forwards", "their attentions"],
+    ids=str,
 )
 def test_memory_that_compiled_code_uses_again(config, how, past_the_hooks):
     """Where backward needs nothing of an attention, inductor writes over its output unseen."""

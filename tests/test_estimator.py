@@ -57,7 +57,6 @@ def composed(found, family, config):
 
 
 FFN_OFFLOAD = keys(backend="unsloth-ffn", offload_attention=True)
-FIVE = {"num_layers": 5, "dual_attention_layers": [0, 1, 2]}
 FOUR = {"num_layers": 4, "num_single_layers": 4}
 WAN = {"width": 480, "height": 480, "config": {"num_layers": 5}}
 KREA = {"fused_qkv": True, "width": 512, "height": 512, "config": {"num_layers": 4}}
@@ -65,11 +64,10 @@ KREA = {"fused_qkv": True, "width": 512, "height": 512, "config": {"num_layers":
 # Real widths, and the few blocks that are harder to get right than many; benchmarks/sweep has
 # models at full depth. Each way of running a block on one model or more.
 PAIRS = [
-    ("wan", None, WAN, [NONE, UNSLOTH, OFFLOAD, FFN_OFFLOAD, ATTENTION]),
-    ("sd3", "medium", {"batch": 4, "config": FIVE}, [MIXED, FFN_OFFLOAD]),
-    ("flux", "dev", {"batch": 4, "config": FOUR}, [LAYER, INTERVAL2, BOTH]),
+    ("wan", None, WAN, [UNSLOTH, OFFLOAD, FFN_OFFLOAD, ATTENTION]),
+    ("flux", "dev", {"batch": 4, "config": FOUR}, [INTERVAL2, MIXED]),
     ("krea2", None, KREA, [LAST]),
-    ("lumina2", None, {"batch": 2, "config": {"num_layers": 8}}, [STRIDE, FFN]),
+    ("lumina2", None, {"batch": 2, "config": {"num_layers": 6}}, [FFN]),
 ]
 
 

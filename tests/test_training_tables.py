@@ -18,6 +18,7 @@ from simpletuner_segckpt.families.schema import matches
 from simpletuner_segckpt.messages.errors import FamilyError, WorkloadError
 
 BLOCKS = {
+    "consisid": 2,  # adds faces after every second block
     "hidream": 64,  # all: the model names a text layer for each block
     "wan_animate": 5,  # a face adapter belongs to every 5th block
 }
@@ -72,7 +73,7 @@ SIZES = [
 ]
 
 
-def step_of(name, size):
+def step_of(name, size, blocks=2):
     """A training step of two samples on the first few blocks of a published size."""
     family = TRAINED[name]
     training = family.training
@@ -80,7 +81,7 @@ def step_of(name, size):
     return Workload(
         family=family,
         model_class=family.classes[0],
-        config=few_blocks(family, family.config_of_size(size), BLOCKS.get(name, 2)),
+        config=few_blocks(family, family.config_of_size(size), BLOCKS.get(name, blocks)),
         batch=BATCH,
         width=width,
         height=height,
@@ -90,15 +91,13 @@ def step_of(name, size):
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SIZES}))
-def test_a_step_of_every_family(name):
-    """Of its first size; benchmarks/sweep has the others, which differ in numbers."""
-    work = step_of(name, next(size for of, size in SIZES if of == name))
+def test_a_forward_of_every_family(name):
+    """Of its first size; benchmarks/sweep has whole steps, of every size."""
+    work = step_of(name, next(size for of, size in SIZES if of == name), blocks=1)
     targets = work.family.training.targets
     with fakes.without_memory(), KnownValues(work.family.training.experts):
         model = building.build(work)
         outputs = forward_of(model, work)
-        fakes.backward([output.float().mean() for output in outputs])
-    assert any(parameter.grad is not None for parameter in model.parameters())
     assert adapted(model, targets) == set(targets)
     assert any(output.shape[0] == BATCH for output in outputs) or len(outputs) == BATCH
 

@@ -1,4 +1,8 @@
-"""Memory against step time: a PNG by matplotlib, or a plot of characters."""
+"""Memory against step time: a PNG by matplotlib, or a plot of characters.
+
+The latter is what there is without the extra: a library for it would be one more thing to install
+for everybody, in place of forty lines.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

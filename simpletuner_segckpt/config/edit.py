@@ -1,7 +1,8 @@
 """Set and remove keys of a trainer's config file; everything else stays byte for byte.
 
 Values, lines and members are cut out of the text and put into it at the offsets that the parsers
-give; the text is never rendered anew.
+give; the text is never rendered anew. (tomlkit can set a key of a document, but not put a new one
+beside the others of ours; the standard library can only write a whole JSON file.)
 """
 
 import errno
