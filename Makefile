@@ -7,7 +7,7 @@ CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json layer-ke
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test check lint sweep bench clean
+.PHONY: demo test slow check lint sweep bench clean
 
 demo: .venv/installed
 	@echo "Five short training runs: about two minutes on 2 idle cores."
@@ -15,7 +15,11 @@ demo: .venv/installed
 	$(BIN)/python examples/flux_lora/train.py $(CONFIGS)
 
 test: .venv/quantized
-	$(BIN)/pytest -n auto --dist worksteal
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
+
+# What takes a compiler, or every family at its real width.
+slow: .venv/quantized
+	$(BIN)/pytest -n auto --dist worksteal -m slow
 
 # The type checker wants the package as it is installed: under one name, in one tree.
 lint: .venv/installed

@@ -7,8 +7,8 @@ figure of the sweep stands in ``sweep/published_sweep.csv``.
 import argparse
 import sys
 
-from sweep.comparing import GPUS, compare_example
 from sweep.page import chosen, page
+from sweep.predicted import GPUS, compare_example
 
 from simpletuner_segckpt.messages.errors import WorkloadError
 

@@ -1,11 +1,11 @@
 """Faults put into the package one by one, each of which the tests have to find.
 
-    python tests/mutations.py                 # all of them: some minutes
+    python tests/mutations.py                 # all of them: some five minutes
     python tests/mutations.py --only link     # those whose name contains a word
     python tests/mutations.py --tests DIR     # with the tests of another checkout
 
-Each fault is one replacement in a copy of the package; the tests run against the copy until the
-first of them fails. Not part of ``make test``. tests/README.md says what was found by what.
+Each fault is one replacement in a copy of the package; the tests named beside it run against the
+copy until one of them fails. Not part of ``make test``. tests/README.md says what found what.
 """
 
 import argparse
@@ -15,19 +15,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# Those that look at what runs; the quick ones first.
-FILES = (
-    "schedule conditions unseen hard_cases offload lifecycle transformers adapters backends "
-    "foreign_hooks families compiled unets standins check"
-).split()
 
 
 class Fault(NamedTuple):
+    """One replacement in a file of the package, and the test files that have to notice."""
+
     name: str
+    tests: str
     file: str
     before: str
     after: str
@@ -36,192 +36,217 @@ class Fault(NamedTuple):
 FAULTS = [
     Fault(
         "the wrong result goes into the next block",
+        "conditions",
         "engine/links.py",
         "following[argument] = produced[index]",
         "following[argument] = produced[index - 1]",
     ),
     Fault(
         "a follower's arguments are not checked",
+        "unseen",
         "engine/segmented.py",
         "            if not unchanged:",
         "            if False:",
     ),
     Fault(
-        "the order of followers is not checked",
-        "engine/segmented.py",
-        "if index != open_.due:",
-        "if False:",
-    ),
-    Fault(
         "writes in place are not seen",
+        "unseen",
         "engine/links.py",
         "return mine is other and version(other) == self.versions[index]",
         "return mine is other",
     ),
     Fault(
         "reads between blocks are not seen",
+        "unseen",
         "engine/watched.py",
         "            alias.on_read(getattr(func",
         "            str(getattr(func",
     ),
     Fault(
         "a state that the loop keeps is not seen in a record",
+        "unseen",
         "engine/recording.py",
         "            if reference() is not None:\n                self._boundaries[index]",
         "            if False:\n                self._boundaries[index]",
     ),
     Fault(
         "a state that the loop keeps is not seen in a segment",
+        "unseen",
         "engine/segmented.py",
         "            if reference() is not None:",
         "            if False:",
     ),
     Fault(
         "random numbers between blocks are not seen",
+        "unseen",
         "engine/recording.py",
         "if not all(map(torch.equal, self.stack.platform.random_states(), last.random_states)):",
         "if False:",
     ),
     Fault(
         "weights that are moved between blocks are not seen",
+        "foreign_hooks",
         "engine/recording.py",
         "if [weights(block) for block in pair] != last.weights:",
         "if False:",
     ),
     Fault(
         "segments are not tried out on unknown models",
+        "unseen",
         "engine/planner.py",
         "replay=not self.described",
         "replay=False",
     ),
     Fault(
         "a schedule is not cut where a boundary is no link",
+        "unseen",
         "engine/proof.py",
         "return cls(schedule.cut(frozenset(broken)),",
         "return cls(schedule.cut(frozenset(list(broken)[1:])),",
     ),
     Fault(
         "conditions of a call are not heeded",
+        "conditions",
         "engine/planner.py",
         "found = [str(c) for c in conditions if c.concerns(planned.path)]",
         "found: list[str] = []",
     ),
     Fault(
         "hooks of others are not looked for",
+        "conditions",
         "engine/planner.py",
         "found += map(str, model_conditions(planned.path, blocks))",
         "pass",
     ),
     Fault(
         "a checkpoint call of others is not seen",
+        "hard_cases",
         "private/of_torch.py",
         "return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__",
         "return False",
     ),
     Fault(
         "a wrong stride",
+        "schedule",
         "schedules/schedule.py",
         "starts = range(0, blocks, stride)",
         "starts = range(0, blocks, max(interval, stride - 1))",
     ),
     Fault(
         "keep_last keeps one block less",
+        "schedule",
         "schedules/schedule.py",
         "remaining = sum(stacks.values()) - keep_last",
         "remaining = sum(stacks.values()) - max(0, keep_last - 1)",
     ),
     Fault(
         "a written buffer is forgotten",
+        "foreign_hooks",
         "recompute/state.py",
         "noted.buffers = [buffer for buffer in noted.buffers if buffer.written]",
         "noted.buffers = []",
     ),
     Fault(
         "hooks are not put back",
+        "foreign_hooks",
         "recompute/state.py",
         "if state[kind].keys() != before.keys():",
         "if False:",
     ),
     Fault(
         "attributes are not put back",
+        "foreign_hooks",
         "recompute/state.py",
         "if _attributes_of(state) != attributes:",
         "if False:",
     ),
     Fault(
         "adapters are not put back",
+        "foreign_hooks",
         "recompute/state.py",
         "if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):",
         "if False:",
     ),
     Fault(
         "nothing is kept",
+        "backends",
         "recompute/kept_operators.py",
         "        return CheckpointPolicy.MUST_SAVE\n\n    def _feed_forward",
         "        return CheckpointPolicy.PREFER_RECOMPUTE\n\n    def _feed_forward",
     ),
     Fault(
         "the projection that comes up is kept",
+        "backends",
         "recompute/kept_operators.py",
         "return narrow < args[_PRODUCTS[operator]].shape[-2]",
         "return narrow > args[_PRODUCTS[operator]].shape[-2]",
     ),
     Fault(
         "attention with dropout is kept",
+        "backends",
         "recompute/kept_operators.py",
         "if (writes and value is not None) or (argument.name in _DROPOUT and value):",
         "if writes and value is not None:",
     ),
     Fault(
         "compiled code gets no copies of what is kept",
+        "backends",
         "recompute/kept_operators.py",
         "return pytree.tree_map_only(torch.Tensor, torch.clone, result)",
         "return result",
     ),
     Fault(
         "feed-forwards that are recomputed run plainly",
+        "backends",
         "recompute/submodules.py",
         "        run = others.pop(self.kind)",
         "        run = others.pop(self.kind) and (lambda call, *a, **k: call(*a, **k))",
     ),
     Fault(
         "an offloaded view comes back from its storage's start",
+        "offload",
         "offload/saved_tensors.py",
         "return empty.set_(self.stored.storage(), self.offset, self.size, self.stride)",
         "return empty.set_(self.stored.storage(), 0, self.size, self.stride)",
     ),
     Fault(
         "a storage that was written is not stored anew",
+        "offload",
         "offload/saved_tensors.py",
         "if stored is None or version != tensor._version:",
         "if stored is None:",
     ),
     Fault(
         "remove() leaves checkpointing on",
+        "lifecycle hard_cases",
         "model/flags.py",
         "                if key in state:\n                    setattr(module, key, state[key])",
         "                if key in state:\n                    pass",
     ),
     Fault(
         "remove() leaves blocks intercepted",
+        "lifecycle hard_cases backends",
         "model/interception.py",
         'object.__setattr__(block, "__class__", plain_class(type(block)))',
         "pass",
     ),
     Fault(
         "a KV cache is filled by a recompute",
+        "transformers",
         "engine/runs.py",
         "covered, self.cached = False, True",
         "self.cached = True",
     ),
     Fault(
         "models make a KV cache while they train",
+        "transformers",
         "model/kv_cache.py",
         "return args, kwargs | {ARGUMENT: False}",
         "return args, kwargs",
     ),
     Fault(
         "the newest compiled code is tried first",
+        "compiled",
         "model/compiled.py",
         "set_most_recent_first(not _holders)",
         "set_most_recent_first(True)",
@@ -245,29 +270,27 @@ def mutated(fault: Fault, folder: Path) -> None:
     path.write_text(text.replace(fault.before, fault.after), "utf-8")
 
 
-def finds(tests: Path, folder: Path) -> str:
-    """The first test that fails against the package in ``folder``; empty when none does."""
-    files = [str(tests / f"test_{name}.py") for name in FILES]
-    environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [
-            *command,
-            "--rootdir",
-            str(tests.parent),
-            "-c",
-            str(tests.parent / "pyproject.toml"),
-            *files,
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=tests.parent,
-    )
-    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py\S*)", done.stdout, re.MULTILINE)
+def found_by(fault: Fault, tests: Path) -> str:
+    """The first test that fails with the fault; empty when none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        mutated(fault, Path(folder))
+        done = subprocess.run(
+            [
+                # Not ``python -m pytest``, which finds the package of the working directory first.
+                str(Path(sys.executable).with_name("pytest")),
+                *("-q", "-x", "-p", "no:cacheprovider", "--rootdir", str(tests.parent)),
+                *("-c", str(tests.parent / "pyproject.toml")),
+                *(str(tests / f"test_{name}.py") for name in fault.tests.split()),
+            ],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": folder, "HF_HUB_OFFLINE": "1"},
+            cwd=tests.parent,
+        )
+    found = re.search(r"^(?:FAILED|ERROR) \S*?test_(\w+\.py\S*)", done.stdout, re.MULTILINE)
     if done.returncode and not found:
-        return f"(no test: {done.stdout.strip().splitlines()[-1]})"
-    return found[1] if found else ""
+        raise SystemExit(f"{fault.name}: the tests do not run\n{done.stdout[-2000:]}")
+    return f"test_{found[1]}" if found else ""
 
 
 def main() -> int:
@@ -275,15 +298,15 @@ def main() -> int:
     made.add_argument("--only", default="", metavar="WORD")
     made.add_argument("--tests", type=Path, default=ROOT / "tests", metavar="DIR")
     options = made.parse_args()
+    tests = options.tests.resolve()
     missed = 0
-    for fault in FAULTS:
-        if options.only not in fault.name:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            mutated(fault, Path(folder))
-            found = finds(options.tests.resolve(), Path(folder))
-        missed += not found
-        print(f"| {fault.name} | {f'`{found}`' if found else '**not found**'} |", flush=True)
+    faults = [fault for fault in FAULTS if options.only in fault.name]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for fault, found in zip(
+            faults, pool.map(partial(found_by, tests=tests), faults), strict=True
+        ):
+            missed += not found
+            print(f"| {fault.name} | {f'`{found}`' if found else '**not found**'} |", flush=True)
     return int(missed > 0)
 
 

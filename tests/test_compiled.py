@@ -18,6 +18,8 @@ import simpletuner_segckpt
 from simpletuner_segckpt.model import compiled as compiled_code
 from simpletuner_segckpt.verify.step import loss_of, step
 
+pytestmark = pytest.mark.slow  # the compiler's own time
+
 KINDS = [WithDoor, Doorless]
 COVERED = (range(0, 2), range(4, 6))  # interval 2, stride 4, of six blocks
 BY_ONE = (
@@ -369,8 +371,7 @@ def test_regions_compiled_by_accelerate(kind, order):
         assert not trained._forward_pre_hooks
 
 
-@pytest.mark.parametrize("order", ["apply", "prepare"])
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize(("order", "regional"), [("apply", True), ("prepare", False)])
 def test_prepared_by_accelerate_with_mixed_precision(order, regional):
     model, inputs = model_and_inputs("flux")
     model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k"]))

@@ -67,7 +67,6 @@ PAIRS = [
     ("wan", None, WAN, [UNSLOTH, OFFLOAD, FFN_OFFLOAD, ATTENTION]),
     ("flux", "dev", {"batch": 4, "config": FOUR}, [INTERVAL2, MIXED]),
     ("krea2", None, KREA, [LAST]),
-    ("lumina2", None, {"batch": 2, "config": {"num_layers": 6}}, [FFN]),
 ]
 
 

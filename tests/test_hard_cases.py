@@ -12,12 +12,12 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from toys import WIDTH, Block, Doorless, WithDoor, Wrapper, toy
-from training import add_lora, keys, model_and_inputs
+from training import add_lora, entry_of, keys, model_and_inputs
 from transformers import LlamaConfig, LlamaModel
 
 import simpletuner_segckpt
+from simpletuner_segckpt.engine.call_shapes import MOST_SHAPES, CallShape, ProofTable, call_shape
 from simpletuner_segckpt.engine.proof import Proof
-from simpletuner_segckpt.engine.proven import MOST_SHAPES, CallShape, Proven, call_shape
 from simpletuner_segckpt.schedules.schedule import Schedule
 from simpletuner_segckpt.verify.step import counted, step
 
@@ -338,7 +338,7 @@ def test_an_interrupt_without_a_traceback_leaves_nothing():
             model(**inputs)
     model.between = None
     step(model, inputs)
-    assert installation._owner._running == {}
+    assert entry_of(installation).running == {}
     assert installation.effect["blocks"].segments == WIDE
 
 
@@ -367,7 +367,7 @@ def test_an_interrupt_inside_a_forward_that_goes_on(kind):
         assert step(model, inputs) == expected
     assert installation.history.trained == 2
     assert installation.effect["blocks"].segments == WIDE
-    assert installation._owner._running == {}
+    assert entry_of(installation).running == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -395,7 +395,7 @@ def test_a_forward_that_returns_nothing(kind):
         model(**inputs)
     del model.between
     assert installation.history.trained == 3
-    assert installation._owner._running == {}
+    assert entry_of(installation).running == {}
     model = copy.deepcopy(model)
     assert step(model, inputs, run=run) == expected
     assert simpletuner_segckpt.installation_of(model).history.trained == 1
@@ -412,7 +412,7 @@ def test_a_forward_whose_hook_raises_does_not_count():
         model(**inputs)
     assert installation.history.trained == 0
     assert installation.effect is None
-    assert installation._owner._running == {}
+    assert entry_of(installation).running == {}
     hook.remove()
     step(model, inputs)
     assert installation.history.trained == 1
@@ -747,7 +747,7 @@ def takes_options(kind):
         assert found == step(twin, inputs | {"options": options})
         return installation.effect["blocks"].strategy
 
-    return run, installation._owner.forwards._proven["blocks"]
+    return run, entry_of(installation).forwards.proof_tables["blocks"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -784,7 +784,7 @@ def test_keys_that_are_seen_to_matter():
 
 
 def test_what_is_remembered_of_shapes_of_calls():
-    proven = Proven()
+    proven = ProofTable()
     proof = Proof(Schedule(2, ()), ("it is read",))
     shapes = [call_shape({f"argument_{n}": 1}, True) for n in range(1000)]
     for shape in shapes:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from accelerators import FakeAccelerator, no_copy_is_late
-from training import add_lora, keys, model_and_inputs
+from training import add_lora, entry_of, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt.offload import saved_tensors as offload
@@ -37,7 +37,7 @@ def host(accelerator, buckets=12):
 
 
 def pool_of(installation):
-    return installation._owner.backend._host.pool
+    return entry_of(installation).backend.host.pool
 
 
 class Saves(torch.autograd.Function):
@@ -567,7 +567,7 @@ def test_prefetch_brings_the_next_attention_while_one_is_in_use(accelerator):
         """How many groups of tensors were fetched before anything waited for them."""
         installation = simpletuner_segckpt.apply(model, {**NO_RECOMPUTE, **config})
         step(model, inputs)
-        order = dict(installation._owner.backend._order)
+        order = dict(entry_of(installation).backend.order)
         waiting = []
         original = FakeAccelerator.use
 
@@ -650,4 +650,4 @@ def test_prefetch_serves_inputs_too(accelerator):
     installation = simpletuner_segckpt.apply(model, config)
     for _ in range(2):
         assert step(model, inputs) == expected
-    assert installation._owner.backend._order == {4: 3, 3: 2, 2: 1, 1: 0}
+    assert entry_of(installation).backend.order == {4: 3, 3: 2, 2: 1, 1: 0}

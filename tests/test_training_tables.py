@@ -90,6 +90,7 @@ def step_of(name, size, blocks=2):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({name for name, _ in SIZES}))
 def test_a_forward_of_every_family(name):
     """Of its first size; benchmarks/sweep has whole steps, of every size."""

@@ -61,6 +61,31 @@ class Glue:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_random_numbers_that_the_loop_draws_between_blocks(kind):
+    """In segments the dropout of a later block would come before them."""
+    model, inputs = toy(kind)
+    for block in model.blocks:
+        block.inner = nn.Sequential(block.inner, nn.Dropout(0.5))
+    drawn = []
+
+    def draw(index, state):
+        drawn.append(torch.rand(3))
+        return state
+
+    model.between = draw
+    expected = step(model, inputs)
+    first, drawn[:] = list(drawn), []
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+        assert all(map(torch.equal, drawn, first))
+        drawn.clear()
+    effect = installation.effect["blocks"]
+    assert effect.segments == alone(*range(6))
+    assert effect.reason == "random numbers are drawn before block 1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("glue", ["write", "write_in_place", "read", "capture", "capture_detached"])
 def test_glue_from_the_first_step_on_means_per_block(kind, glue, caplog):
     model, inputs = toy(kind)

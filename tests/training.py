@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import Module
 
-from simpletuner_segckpt import Family, FamilyRegistry
+from simpletuner_segckpt import Family, FamilyRegistry, Installation
+from simpletuner_segckpt.engine.entry import CheckpointEntry
 from simpletuner_segckpt.families.schema import Tiny
 from simpletuner_segckpt.model.tiny import make_inputs, make_model
 from simpletuner_segckpt.verify.step import SEED
@@ -28,6 +29,11 @@ def tiny(name: str, flavour: str | None = None) -> Tiny:
 def model_and_inputs(name: str, flavour: str | None = None, **config: Any):
     spec = tiny(name, flavour)
     return make_model(spec, **config).train(), make_inputs(spec)
+
+
+def entry_of(installation: Installation) -> CheckpointEntry:
+    """What is on the model: for tests of the engine."""
+    return installation._owner
 
 
 def add_lora(model: Module) -> None:

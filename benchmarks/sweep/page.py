@@ -5,7 +5,7 @@ from statistics import median
 
 from simpletuner_segckpt.messages.errors import WorkloadError
 
-from .comparing import Compared, Comparison, median_error
+from .predicted import Compared, Comparison, median_error
 from .published import published
 
 COLUMNS = (

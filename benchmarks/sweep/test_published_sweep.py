@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from simpletuner_segckpt.messages.errors import WorkloadError
-from sweep.comparing import compare_example, kendall
 from sweep.page import chosen, left_out, section, summary
+from sweep.predicted import compare_example, kendall
 from sweep.published import published, rows
 
 DOCUMENT = Path(__file__).parents[2] / "docs/estimator.md"

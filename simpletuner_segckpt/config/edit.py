@@ -5,16 +5,10 @@ give; the text is never rendered anew. (tomlkit can set a key of a document, but
 beside the others of ours; the standard library can only write a whole JSON file.)
 """
 
-import errno
-import itertools
 import json
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +18,7 @@ from ..messages.findings import Finding
 from ..private.of_tomlkit import toml_items
 from .env import is_env, lines_for
 from .file import ConfigFile, Member, is_toml, json_members, parse_config
+from .replace import HalfWritten, replace_file
 
 if TYPE_CHECKING:
     from tomlkit.items import Item, Key
@@ -55,10 +50,10 @@ def write_keys(path: str | Path, keys: Mapping[str, Any]) -> Path | None:
     if new == old:
         return None
     try:
-        return _replace(real, old, new)
+        return replace_file(real, old, new)
     except OSError as error:
         rest = "nothing was changed"
-        if isinstance(error, _HalfWrittenError):
+        if isinstance(error, HalfWritten):
             rest = f"it may be half written, and {error.backup} holds what it was"
         message = f"cannot be written: {reason_of(error)}; {rest}"
         raise ConfigError([Finding("unreadable", message, file=name)]) from error
@@ -333,113 +328,3 @@ def _toml_key(key: str, quote: str = "") -> str:
 
     written = tomlkit.key(key).as_string()
     return f"{quote}{key}{quote}" if written == key and quote in ("'", '"') else written
-
-
-# Files.
-
-
-class _HalfWrittenError(OSError):
-    """A file could be neither written nor written back; its backup is whole."""
-
-    def __init__(self, reason: str, backup: Path):
-        super().__init__(reason)
-        self.backup = backup
-
-
-def _replace(path: Path, old: bytes, new: bytes) -> Path:
-    """Write ``new`` to a file that holds ``old``; its backup, which is whole before that begins.
-
-    The file keeps owner, group, permissions and hard links. With one link it is replaced as a
-    whole, by a file that is whole. With several, or where the owner of a new file cannot be the
-    same, it is written in place, and written back when that fails: nothing but a crash leaves it
-    half written, beside its backup.
-
-    Raises ``OSError``; the folder is then as it was, unless it is a ``_HalfWrittenError``.
-    """
-    if not os.access(path, os.W_OK):  # replacing it would go around that
-        raise PermissionError(errno.EACCES, "the file is write-protected")
-    with ExitStack() as undo:
-        backup = _backup(path)
-        undo.callback(backup.unlink)
-        _fill(backup, old)
-        if not _take_after(backup, path) or path.stat().st_nlink > 1:
-            with path.open("r+b", buffering=0) as stream:
-                undo.pop_all()
-                _write_or_write_back(stream, old, new, backup)
-            return backup
-        descriptor, name = tempfile.mkstemp(prefix=".segckpt-", dir=path.parent)
-        os.close(descriptor)
-        temporary = Path(name)
-        undo.callback(temporary.unlink)
-        _fill(temporary, new)
-        _take_after(temporary, path)
-        os.replace(temporary, path)
-        undo.pop_all()
-    return backup
-
-
-def _write_or_write_back(stream: FileIO, old: bytes, new: bytes, backup: Path) -> None:
-    try:
-        _write(stream, new)
-    except BaseException as error:
-        try:
-            _write(stream, old)
-        except OSError:
-            raise _HalfWrittenError(reason_of(error) or "interrupted", backup) from error
-        backup.unlink()
-        raise
-
-
-def _backup(path: Path) -> Path:
-    """An empty new file beside ``path``, which only its owner can read as yet."""
-    for number in itertools.count():
-        backup = path.with_name(f"{path.name}.bak{number or ''}")
-        try:
-            backup.touch(0o600, exist_ok=False)
-        except FileExistsError:
-            continue
-        return backup
-    raise AssertionError  # there is always another number
-
-
-def _fill(path: Path, data: bytes) -> None:
-    with path.open("wb", buffering=0) as stream:
-        _write(stream, data)
-
-
-def _write(stream: FileIO, data: bytes) -> None:
-    """Make ``data`` all that is in a file, and have it on the disk."""
-    stream.seek(0)
-    rest = memoryview(data)
-    while rest:
-        rest = rest[stream.write(rest) :]
-    stream.truncate()
-    os.fsync(stream.fileno())
-
-
-def _take_after(copy: Path, path: Path) -> bool:
-    """Give ``copy`` the owner, the group, the access list and the permissions of ``path``.
-
-    Whether it has owner and group; without them, it gives no permissions to its own group.
-    """
-    wanted, mine = path.stat(), copy.stat()
-    if (mine.st_uid, mine.st_gid) != (wanted.st_uid, wanted.st_gid):
-        with suppress(OSError):  # not permitted
-            os.chown(copy, wanted.st_uid, wanted.st_gid)
-            mine = wanted
-    same = (mine.st_uid, mine.st_gid) == (wanted.st_uid, wanted.st_gid)
-    if same:
-        _copy_attributes(path, copy)
-    permissions = stat.S_IMODE(wanted.st_mode)
-    copy.chmod(permissions if same else permissions & 0o707)  # last: it is what chown takes away
-    return same
-
-
-def _copy_attributes(path: Path, copy: Path) -> None:
-    """Extended attributes, in which Linux has access lists, as far as the file system has them."""
-    names: list[str] = []
-    with suppress(OSError, AttributeError):  # the latter on other systems
-        names = os.listxattr(path)
-    for name in names:
-        with suppress(OSError):
-            os.setxattr(copy, name, os.getxattr(path, name))

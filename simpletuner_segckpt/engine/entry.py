@@ -56,7 +56,7 @@ class Running:
 # What ``_begin_anew`` sets.
 OF_ONE_MODEL = (
     *("on", "effect", "history", "overall"),
-    *("_compiled_on", "_running", "_models", "_oldest_first"),
+    *("_compiled_on", "running", "_models", "_oldest_first"),
 )
 
 
@@ -106,7 +106,7 @@ class CheckpointEntry:
         self.overall = History()
         self._compiled_on = False  # of the forward that is being traced
         # By thread, outermost first.
-        self._running: dict[int, list[Running]] = {}
+        self.running: dict[int, list[Running]] = {}
         # The model and the shallow copies of it that regional compilation makes.
         self._models: weakref.WeakSet[Module] = weakref.WeakSet()
         self._oldest_first = try_oldest_first(self)
@@ -197,7 +197,7 @@ class CheckpointEntry:
     @property
     def _forward(self) -> Forward | None:
         """The record of the training forward that runs in this thread."""
-        running = self._running.get(threading.get_ident(), ())
+        running = self.running.get(threading.get_ident(), ())
         return next((r.record for r in reversed(running) if _is_live(r.frame)), None)
 
     # Hooks of the model.
@@ -217,7 +217,7 @@ class CheckpointEntry:
             for history in (self.history, self.overall):
                 history.without_gradients += 1
         running.append(Running(sys._getframe(1), forward))
-        self._running[threading.get_ident()] = running
+        self.running[threading.get_ident()] = running
         if forward is not None and self.intercepts:
             self.flags.switch(module, False)  # until close: the loop takes its plain branch
 
@@ -267,7 +267,7 @@ class CheckpointEntry:
 
         torch calls no hook where that is a KeyboardInterrupt.
         """
-        running = self._running.get(threading.get_ident(), [])
+        running = self.running.get(threading.get_ident(), [])
         while running and not _is_live(running[-1].frame):
             ended = self._end(module, running)
             if ended is not None:
@@ -278,7 +278,7 @@ class CheckpointEntry:
         """Take the innermost forward off this thread's list."""
         forward = running.pop().record
         if not running:
-            self._running.pop(threading.get_ident(), None)
+            self.running.pop(threading.get_ident(), None)
         if forward is not None and self.intercepts and not self._any_running():
             self.flags.switch(module, True)
         return forward
@@ -317,9 +317,9 @@ class CheckpointEntry:
 
     def _any_running(self) -> bool:
         """Whether a training forward of the model runs in any thread."""
-        for ident in self._running.keys() - {thread.ident for thread in threading.enumerate()}:
-            del self._running[ident]  # of a thread that was ended in the middle of one
-        threads = list(self._running.values())
+        for ident in self.running.keys() - {thread.ident for thread in threading.enumerate()}:
+            del self.running[ident]  # of a thread that was ended in the middle of one
+        threads = list(self.running.values())
         return any(forward.record for running in threads for forward in running)
 
     def _prepare_compiled(self, module: Module) -> None:

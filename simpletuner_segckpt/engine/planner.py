@@ -20,10 +20,10 @@ from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, c
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
 from ..schedules.schedule import Schedule, make_schedules
+from .call_shapes import CallShape, ProofTable, call_shape
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof
-from .proven import CallShape, Proven, call_shape
 from .recording import RecordingRun
 from .runs import StackRun, UnitsRun
 from .segmented import SegmentedRun
@@ -60,7 +60,7 @@ class ForwardPlanner:
         self._ran: set[str] = set()  # paths of the stacks that have run
         self.trying_out = False  # whether segments are, which asks no block to be recomputed
         # By stack path: what was shown, and what of it last.
-        self._proven = self._nothing_proven()
+        self.proof_tables = self._nothing_proven()
         self.proofs: dict[str, Proof] = {}
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
@@ -128,7 +128,7 @@ class ForwardPlanner:
             self._say_per_block(planned.path, found[0])
         if found or planned.strategy != "segmented":
             return StackRun(stack, found[0] if found else planned.reason)
-        proven = self._proven[planned.path]
+        proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
         if proof is None:
             if not self.described and len(proven) and are_sharded(blocks):
@@ -185,7 +185,7 @@ class ForwardPlanner:
         self._ran = {stack.path for stack in ran}
         schedules = self._schedules({stack.path: stack.blocks for stack in ran})
         if any(stack.schedule != schedules[stack.path] for stack in ran):
-            self._proven = self._nothing_proven()
+            self.proof_tables = self._nothing_proven()
             self.proofs = {}
         scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
         self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
@@ -194,11 +194,11 @@ class ForwardPlanner:
         config = self.config
         return make_schedules(counts, config.interval, config.stride, config.keep_last)
 
-    def _nothing_proven(self) -> dict[str, Proven]:
-        return {stack.path: Proven(self.described) for stack in self.stacks}
+    def _nothing_proven(self) -> dict[str, ProofTable]:
+        return {stack.path: ProofTable(self.described) for stack in self.stacks}
 
     def _remember(self, shape: CallShape, path: str, proof: Proof) -> None:
-        self._proven[path].put(shape, proof)
+        self.proof_tables[path].put(shape, proof)
         self.proofs[path] = proof
 
     def _distrust(self, shape: CallShape, planned: StackReport, reason: str) -> None:

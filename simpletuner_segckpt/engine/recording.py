@@ -16,9 +16,9 @@ from ..model.interception import original_call
 from ..model.stacks import all_modules
 from ..private.of_torch import pytree
 from .block_state import attributes, changed_attribute, weights
+from .call_shapes import CallShape
 from .links import Arguments, Link, argument_name, is_constant, signature_of
 from .proof import Boundary, BoundStack, Proof
-from .proven import CallShape
 from .runs import StackRun
 from .segmented import run_segment
 from .surroundings import set_random_states, surroundings, within

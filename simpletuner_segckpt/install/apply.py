@@ -16,20 +16,14 @@ from ..engine.platform import Platform
 from ..engine.proof import Proof
 from ..families.registry import FamilyRegistry
 from ..families.schema import Family
-from ..messages.errors import ConfigError, UnknownFamily, UnsupportedModel
+from ..messages.errors import ConfigError, UnsupportedModel
 from ..messages.findings import Finding
 from ..messages.log import logger, warn
 from ..model.flags import CheckpointFlags
 from ..model.foreign_hooks import refuse_hooks
 from ..model.interception import RECEIVER
 from ..model.stacks import (
-    block_list,
     blocks_of,
-    candidate_stacks,
-    has_checkpointing_layers,
-    matching,
-    stacks_of,
-    units_of,
 )
 from ..model.wrappers import is_one_graph, unwrap
 from ..private.of_libraries import CHECKPOINT_FUNCTION, SUPPORTS_CHECKPOINTING
@@ -40,14 +34,14 @@ from ..schedules.effect import Effect
 from ..schedules.history import History
 from ..schedules.own_setters import native_problems
 from ..schedules.problems import problems
-from ..schedules.report import UNITS, Report, make_report
+from ..schedules.report import UNITS, Report
 from .own_setters import (
     SetterState,
     call_setters,
     has_own_setters,
     undo_setters,
-    without_unknown_keys,
 )
+from .planned import planned_for
 from .undo import put_back, states_of
 
 # Models whose own setters were called, and what they changed.
@@ -154,27 +148,6 @@ def apply_on(
     return installation
 
 
-def planned_for(
-    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
-) -> tuple[Family | None, Report]:
-    """The family of an unwrapped model, and the schedule that ``apply`` would install.
-
-    Raises ``UnknownFamily`` or ``UnsupportedModel``.
-    """
-    described = _find_family(base, settings, registry, family)
-    stacks, left_out = _stacks_of(base, described)
-    if not stacks:
-        name = type(base).__name__
-        if described and described.stacks:
-            paths = ", ".join(stack.path for stack in described.stacks)
-            raise UnsupportedModel(
-                f"{name} has none of the stacks of the family {described.family}: {paths}"
-            )
-        raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
-    planned = without_unknown_keys(settings, base) if has_own_setters(base) else settings
-    return described, make_report(planned, described, stacks, left_out)
-
-
 def installation_of(model: Module) -> Installation | None:
     """The schedule that is on ``model``, however it is wrapped, or None."""
     base = unwrap(model)
@@ -240,63 +213,6 @@ def _know(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
         _setter_states[base] = owner
     else:
         _setter_states.pop(base, None)
-
-
-def _find_family(
-    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
-) -> Family | None:
-    if isinstance(family, Family):
-        return family
-    known = FamilyRegistry.default() if registry is None else registry
-    name, flavour = settings.trainer.model_family, settings.trainer.model_flavour
-    if family is not None:
-        return known.find(family, flavour)
-    class_name = type(base).__name__
-    found = known.for_class(type(base), name, flavour)
-    try:
-        named = known.find(name, flavour) if name else None
-    except UnknownFamily as error:
-        warn("other-family", f"model_family: {error}")
-        named = None
-    if found is None and named and all(block_list(base, s.path) for s in named.stacks):
-        return named  # a trainer's own class, with the stacks of the family that it names
-    if found is None and has_checkpointing_layers(base):
-        logger.info("%s is made of layers of transformers, which are its stacks", class_name)
-    elif found is None:
-        warn("no-family", f"no family describes {class_name}; its stacks are found by probing")
-    elif named and named.family != found.family:
-        named_so = f"model_family is {name}, but {class_name} belongs to {found.family}"
-        warn("other-family", f"{named_so}, which is used")
-    return found
-
-
-def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Blocks per stack, and the lists of blocks that are left out, each with the reason."""
-    candidates = candidate_stacks(base)
-    if family is None:
-        return candidates, []
-    stacks = stacks_of(base, family.stacks)
-    name = type(base).__name__
-    left_out = [
-        (stack.path, f"{name} has no such list of blocks")
-        for stack in family.stacks
-        if not stack.optional and "*" not in stack.path and not matching(base, stack.path)
-    ]
-    units = units_of(base, family.units, stacks)
-    known = (*units, *stacks)
-    described = {
-        path: entry.reason
-        for entry in family.left_out
-        for path in matching(base, entry.path)
-        if path not in stacks
-    }
-    other = {
-        path: f"not described by the family {family.family}"
-        for path in candidates
-        if path not in (*stacks, *described) and not any(k.startswith(f"{path}.") for k in known)
-    }
-    left_out += (described | other).items()
-    return stacks | ({UNITS: len(units)} if units else {}), left_out
 
 
 def _problems(

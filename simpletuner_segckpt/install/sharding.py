@@ -17,7 +17,8 @@ from ..model.fsdp import are_sharded
 from ..model.stacks import blocks_of
 from ..model.wrappers import unwrap
 from ..schedules.report import UNITS
-from .apply import Installation, planned_for
+from .apply import Installation
+from .planned import planned_for
 
 
 def fully_shard_segments(

@@ -87,25 +87,25 @@ class Backend:
 
     def __init__(self, config: CheckpointingConfig, accelerator: Accelerator | None):
         self.config = config
-        self._order: dict[int, int] = {}  # in which backward wants what was offloaded
-        self._host: HostMemory | None = None
+        self.order: dict[int, int] = {}  # in which backward wants what was offloaded
+        self.host: HostMemory | None = None
         asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
         if asked and accelerator is not None:
             pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
-            self._host = HostMemory(accelerator, pool)
+            self.host = HostMemory(accelerator, pool)
 
     def __reduce__(self) -> Any:
         return _anew, (self.config,)
 
     def close(self) -> None:
         """Let the buffers go that are free; those in use go when backward is done with them."""
-        if self._host is not None:
-            self._host.pool.close()
+        if self.host is not None:
+            self.host.pool.close()
 
     @property
     def moves(self) -> bool:
         """Whether tensors are moved to CPU memory: the keys ask for it, and it is elsewhere."""
-        return self._host is not None
+        return self.host is not None
 
     def in_graph(self, function: CallWrapper, *args: Any, **kwargs: Any) -> Any:
         """Run what is to be recomputed in a graph that is being traced; nothing is moved there."""
@@ -116,8 +116,8 @@ class Backend:
         """For a forward; ``contexts`` are entered around whatever is recomputed."""
         config = self.config
         offload = None
-        if self._host is not None:
-            offload = Offload(self._host, self._order if config.prefetch else None)
+        if self.host is not None:
+            offload = Offload(self.host, self.order if config.prefetch else None)
         parts: dict[SubmoduleKind, CallWrapper] = {}
         if offload is not None and config.offload_attention:
             parts["attention"] = partial(offload.run, "attention")

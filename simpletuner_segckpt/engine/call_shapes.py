@@ -52,7 +52,7 @@ def call_shape(
     return CallShape((training, *given), tuple(keys))
 
 
-class Proven:
+class ProofTable:
     """The proofs of one stack. Several threads may ask at once.
 
     described: whether a family file describes the model.
