@@ -63,18 +63,7 @@ def has_checkpointing_layers(model: Module) -> bool:
 
 def matching(model: Module, pattern: str) -> list[str]:
     """Paths of the modules that ``pattern`` names, in the order of the model's own tree."""
-    if "*" not in pattern:
-        return [pattern] if has_module(model, pattern) else []
     return [path for path, _ in model.named_modules() if matches(pattern, path)]
-
-
-def has_module(model: Module, path: str) -> bool:
-    """Whether there is a module at ``path``."""
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def stacks_of(model: Module, described: Iterable[Stack]) -> dict[str, int]:
