@@ -31,7 +31,7 @@ from ..model.flags import SWITCH, CheckpointFlags, described
 from ..model.interception import RECEIVER, intercept, original_call, release
 from ..model.kv_cache import cache_makers
 from ..model.stacks import blocks_of
-from ..private.of_torch import inside_checkpoint, pytree
+from ..private.of_torch import inside_checkpoint
 from ..recompute.backend import plainly
 from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
 from ..schedules.conditions import Condition
@@ -41,7 +41,7 @@ from ..schedules.report import Report
 from .forward import Forward
 from .planner import ForwardPlanner
 from .runs import recomputable
-from .watched import WatchedTensor, plain_tree
+from .watched import plain_tree, watched_in
 
 
 @dataclass(slots=True)
@@ -257,8 +257,7 @@ class CheckpointEntry:
             history.add(self.effect)
         if self.overall.trained == 1:
             self._say_first(module)
-        kept = any(isinstance(leaf, WatchedTensor) for leaf in pytree.tree_leaves(output))
-        return plain_tree(output) if kept else None
+        return plain_tree(output) if watched_in(output) else None
 
     # What they need.
 

@@ -10,7 +10,7 @@ from ..offload.saved_tensors import Offload
 from ..schedules.conditions import Condition
 from ..schedules.effect import Effect
 from .runs import StackRun, UnitsRun
-from .watched import plain_tree, report_use
+from .watched import plain_arguments, report_use
 
 
 class Forward:
@@ -47,9 +47,13 @@ class Forward:
         if self._last is not run and run not in self.reached:
             self.reached.append(run)
         self._last = run
-        if self._hands_out and type(run) in (StackRun, UnitsRun):
-            report_use((args, kwargs), f"argument of a {type(block).__name__}")
-            args, kwargs = plain_tree((args, kwargs))
+        if not self._hands_out or type(run) not in (StackRun, UnitsRun):
+            return self._run(run, index, block, args, kwargs)
+        report_use((args, tuple(kwargs.values())), f"argument of a {type(block).__name__}")
+        with plain_arguments(args, kwargs) as (args, kwargs):
+            return self._run(run, index, block, args, kwargs)
+
+    def _run(self, run: StackRun, index: int, block: Module, args: tuple, kwargs: dict) -> Any:
         if run is self.units:
             return self.units.run_unit(block, args, kwargs)
         return run.call_block(index, args, kwargs)

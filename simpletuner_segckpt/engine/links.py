@@ -10,9 +10,10 @@ what block ``k`` returned to block ``k + 1``. Two things are therefore observed:
   says when an operation uses it, and whose lifetime says whether the loop kept it (a list of
   hidden states, the samples of a ControlNet).
 
-Values are compared leaf by leaf, so state that travels in tuples, lists or dicts counts too.
-What cannot be watched (tensors of another class, objects that could be changed in place) is no
-link; neither is a boundary at which grad mode, autocast or the random state changes.
+Values are compared leaf by leaf, so state that travels in tuples, lists or dicts counts too, and
+so do the attributes of a dataclass. What cannot be watched (tensors of another class, objects that
+could be changed in place), and a container that a block writes to, is no link; neither is a
+boundary at which grad mode, autocast or the random state changes.
 """
 
 import inspect
@@ -27,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ..model.wrappers import unwrapped
 from ..private.of_torch import pytree
+from ..recompute.containers import Contents, attributes_of, containers, is_record
 from .watched import version
 
 _CONSTANTS = (
@@ -51,11 +53,13 @@ class Link:
     """How the arguments of a block follow from the block before it.
 
     ``carried`` pairs the index of an argument leaf with the index of the result leaf that
-    feeds it; every other argument leaf is the same for both blocks. ``names`` are the block's
-    parameters that those arguments are for.
+    feeds it; every other argument leaf is the same for both blocks. ``places`` says of each such
+    argument which one it is, by position or by name, and which of its leaves; ``names`` are the
+    block's parameters that they are for.
     """
 
     carried: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int | str, int], ...]
     names: tuple[str, ...]
 
     @property
@@ -63,36 +67,117 @@ class Link:
         """Parameter of a block -> index of the result leaf that feeds it."""
         return {name: source for name, (_, source) in zip(self.names, self.carried, strict=True)}
 
-    def feed(self, leaves: Sequence[Any], result: Any) -> tuple[Any, ...]:
-        """The argument leaves of the next block, from this block's leaves and its result."""
+    def feed(self, args: tuple, kwargs: dict[str, Any], result: Any) -> tuple[tuple, dict]:
+        """The arguments of the next block, from those of this block and its result.
+
+        What holds nothing that is carried is the same object.
+        """
         produced = pytree.tree_leaves(result)
-        following = list(leaves)
-        for argument, index in self.carried:
-            following[argument] = produced[index]
-        return tuple(following)
+        fed: dict[int | str, dict[int, Any]] = {}
+        for (place, leaf), (_, source) in zip(self.places, self.carried, strict=True):
+            fed.setdefault(place, {})[leaf] = produced[source]
+        given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+        for place, values in fed.items():
+            given[place] = _with_leaves(given[place], values)
+        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
-class Arguments:
-    """The arguments of one block call, flattened, with the version of each tensor.
+def _with_leaves(tree: Any, values: dict[int, Any]) -> Any:
+    """``tree`` with other leaves where ``values`` has any, by their index."""
+    top = id(tree)  # not itself: what flattens would hold it until the next garbage collection
+    children, spec = pytree.tree_flatten(tree, is_leaf=lambda node: id(node) != top)
+    if children and children[0] is tree:
+        return values[0]
+    first = 0
+    for i, child in enumerate(children):
+        last = first + len(pytree.tree_leaves(child))
+        inside = {leaf - first: v for leaf, v in values.items() if first <= leaf < last}
+        if inside:
+            children[i] = _with_leaves(child, inside)
+        first = last
+    return pytree.tree_unflatten(children, spec)
 
-    The version is what an operation in place raises; identity alone would not see one.
+
+class Snapshot:
+    """The leaves of a tree at one time, with the version of each tensor.
+
+    The version is what an operation in place raises; identity alone would not see one. Of objects
+    that are data (see ``recompute.containers``), their attributes.
     """
 
-    def __init__(self, args: tuple, kwargs: dict):
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+    def __init__(self, tree: Any, inside: frozenset[int] = frozenset()):
+        self.leaves, self.spec = pytree.tree_flatten(tree)
         self.versions = [version(leaf) for leaf in self.leaves]
+        self._records = {
+            i: Snapshot(attributes_of(leaf), inside | {id(leaf)})
+            for i, leaf in enumerate(self.leaves)
+            if is_record(leaf) and id(leaf) not in inside  # one may hold itself
+        }
 
     def same(self, index: int, other: Any) -> bool:
-        """Whether ``other`` is what leaf ``index`` was when this record was made."""
+        """Whether ``other`` is what leaf ``index`` was when this was taken."""
         mine = self.leaves[index]
         if isinstance(mine, Tensor):
             return mine is other and version(other) == self.versions[index]
+        if index in self._records:
+            alike = mine is other or (type(mine) is type(other) and _is_frozen(mine))
+            return alike and self._records[index].holds_of(attributes_of(other))
         return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
+
+    def holds_of(self, tree: Any) -> bool:
+        """Whether ``tree`` is, leaf by leaf, what it was when this was taken."""
+        leaves, spec = pytree.tree_flatten(tree)
+        return spec == self.spec and all(map(self.same, range(len(leaves)), leaves))
+
+    def untouched_in(self, tree: Any) -> bool:
+        """The same of a tree in which nobody looks into objects that are not data."""
+        leaves, spec = pytree.tree_flatten(tree)
+        return spec == self.spec and all(map(self._untouched, range(len(leaves)), leaves))
+
+    def _untouched(self, index: int, other: Any) -> bool:
+        mine = self.leaves[index]
+        if index in self._records and mine is other:
+            return self._records[index].untouched_in(attributes_of(other))
+        opaque = not isinstance(mine, Tensor) and index not in self._records
+        return (opaque and mine is other) or self.same(index, other)
+
+
+class Arguments(Snapshot):
+    """The arguments of one block call, and what the containers among them held."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        super().__init__((args, kwargs))
+        self.args = args
+        self.kwargs = kwargs
+        self.contents = [Contents.of(held) for held in containers(*args, *kwargs.values())]
+        given: dict[int | str, Any] = {}
+        if self.contents:
+            given = dict(enumerate(args)) | kwargs
+        self._containers = {key: Snapshot(v) for key, v in given.items() if containers(v)}
+
+    def written(self) -> int | str | None:
+        """The first argument whose containers do not hold any more what they held: its key."""
+        for key, before in self._containers.items():
+            if not before.untouched_in(
+                self.args[key] if isinstance(key, int) else self.kwargs[key]
+            ):
+                return key
+        return None
+
+
+def _is_frozen(record: Any) -> bool:
+    parameters = getattr(type(record), "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen
 
 
 def is_constant(value: Any) -> bool:
     """Whether ``value`` is an object of a kind that no loop changes in place."""
     return value is None or isinstance(value, _CONSTANTS)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether ``value`` is an object that could be changed in place without being seen."""
+    return not (isinstance(value, Tensor) or is_constant(value) or is_record(value))
 
 
 def signature_of(tree: Any) -> tuple[Any, ...]:
@@ -106,14 +191,21 @@ def signature_of(tree: Any) -> tuple[Any, ...]:
     )
 
 
-def argument_name(
-    block: torch.nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, index: int
-) -> str:
-    """Name of the parameter of ``block.forward`` to which argument leaf ``index`` belongs."""
-    tree = pytree.tree_unflatten(list(leaves), spec)
-    path: Any = pytree.tree_flatten_with_path(tree)[0][index][0]
-    part, key = path[:2]
-    if part.idx == 1:  # a keyword
-        return str(key.key)
+def place_of(spec: pytree.TreeSpec, leaves: Sequence[Any], index: int) -> tuple[int | str, int]:
+    """Which argument leaf ``index`` belongs to, by position or name, and which leaf of it it is."""
+    args, kwargs = pytree.tree_unflatten(list(leaves), spec)
+    first = 0
+    for key, value in (*enumerate(args), *kwargs.items()):
+        last = first + len(pytree.tree_leaves(value))
+        if index < last:
+            return key, index - first
+        first = last
+    raise IndexError(index)
+
+
+def argument_name(block: torch.nn.Module, key: int | str) -> str:
+    """Name of the parameter of ``block.forward`` that an argument is for."""
+    if isinstance(key, str):
+        return key
     parameters = list(inspect.signature(type(unwrapped(block)).forward).parameters)[1:]
-    return parameters[key.idx] if key.idx < len(parameters) else f"number {key.idx}"
+    return parameters[key] if key < len(parameters) else f"number {key}"

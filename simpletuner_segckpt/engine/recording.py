@@ -15,14 +15,15 @@ from torch import Tensor
 from ..model.interception import original_call
 from ..model.stacks import all_modules
 from ..private.of_torch import pytree
+from ..recompute.containers import containers, holding
 from .block_state import attributes, changed_attribute, weights
 from .call_shapes import CallShape
-from .links import Arguments, Link, argument_name, is_constant, signature_of
+from .links import Arguments, Link, argument_name, is_opaque, place_of, signature_of
 from .proof import Boundary, BoundStack, Proof
 from .runs import StackRun
 from .segmented import run_segment
 from .surroundings import set_random_states, surroundings, within
-from .watched import WatchedTensor, plain_tree, report_use
+from .watched import WatchedTensor, plain_arguments, report_use
 
 
 @dataclass(slots=True)
@@ -64,12 +65,16 @@ class RecordingRun(StackRun):
         if self._last is not None and index == self._last.index + 1:
             self._note(self._last.index, self._compare(self._last, leaves, spec))
         else:
-            report_use(leaves, f"argument of block {index}")
-        args, kwargs = plain_tree((args, kwargs))
+            report_use((args, kwargs), f"argument of block {index}")
+        with plain_arguments(args, kwargs) as (args, kwargs):
+            return self._run(index, args, kwargs)
+
+    def _run(self, index: int, args: tuple, kwargs: dict) -> Any:
+        arguments = Arguments(args, kwargs)
         around = surroundings()
         if self._replay:
             self._inputs[index] = (
-                Arguments(args, kwargs),
+                arguments,
                 around,
                 self.stack.platform.random_states(),
             )
@@ -78,7 +83,10 @@ class RecordingRun(StackRun):
             self._results[index] = result
         self._signatures[index] = signature_of(result)
         watched = result
-        if index + 1 < len(self.stack.blocks):
+        if written := self._written(index, arguments, result):
+            self._note(index - 1, written)
+            self._note(index, written)
+        elif index + 1 < len(self.stack.blocks):
             watched = self.stack.platform.hand_out(
                 result, partial(self._note_read, index), self._note_look
             )
@@ -89,7 +97,6 @@ class RecordingRun(StackRun):
         self._watched += [(index, reference) for reference in returned if reference]
         if (kind := self.stack.platform.unwatchable(result)) and index + 1 < len(self.stack.blocks):
             self._note(index, f"block {index} returns a {kind}, which cannot be watched")
-        arguments = Arguments(args, kwargs)
         pair = self.stack.blocks[index : index + 2]
         self._last = _Ran(
             index,
@@ -101,6 +108,17 @@ class RecordingRun(StackRun):
             weights=[weights(block) for block in pair],
         )
         return watched
+
+    def _written(self, index: int, arguments: Arguments, result: Any) -> str:
+        """What block ``index`` did with a container that it was given; empty for nothing."""
+        given = containers(*arguments.args, *arguments.kwargs.values())
+        block = self.stack.blocks[index]
+        if given and (key := arguments.written()) is not None:
+            return f"block {index} writes to its `{argument_name(block, key)}`"
+        returned = {id(container) for container in containers(result)}
+        if any(id(container) in returned for container in given):
+            return f"block {index} returns a container that it was given, which may be written to"
+        return ""
 
     def _compare(self, last: _Ran, leaves: list[Any], spec: pytree.TreeSpec) -> Boundary:
         """What leads from the block that ran last to these arguments of the next one."""
@@ -118,11 +136,13 @@ class RecordingRun(StackRun):
             elif isinstance(leaf, WatchedTensor) or not last.arguments.same(i, leaf):
                 report_use(leaf, f"argument of block {index}")
                 differs = differs or (i, leaf)
+        block = self.stack.blocks[index]
+        places = [place_of(spec, leaves, argument) for argument, _ in carried]
         if differs:
-            name = argument_name(self.stack.blocks[index], leaves, spec, differs[0])
-            if not isinstance(differs[1], Tensor) and not is_constant(differs[1]):
+            name = argument_name(block, place_of(spec, leaves, differs[0])[0])
+            if is_opaque(differs[1]):
                 kind = type(differs[1]).__name__
-                return f"the `{name}` of block {index} is a {kind}, which could be changed unseen"
+                return f"the `{name}` of block {index}, of class {kind}, could be changed unseen"
             return f"block {index} does not get the same `{name}` as block {last.index}"
         if not carried:
             return f"block {index} takes nothing that block {last.index} returned"
@@ -136,9 +156,8 @@ class RecordingRun(StackRun):
             return f"weights are moved or written before block {index}"
         if not all(map(torch.equal, self.stack.platform.random_states(), last.random_states)):
             return f"random numbers are drawn before block {index}"
-        block = self.stack.blocks[index]
-        names = [argument_name(block, leaves, spec, argument) for argument, _ in carried]
-        link = Link(tuple(carried), tuple(names))
+        names = [argument_name(block, key) for key, _ in places]
+        link = Link(tuple(carried), tuple(places), tuple(names))
         expected = self.stack.carried
         if expected and not link.by_name.items() <= expected.items():
             return (
@@ -149,6 +168,8 @@ class RecordingRun(StackRun):
 
     def _note(self, boundary: int, found: Boundary) -> None:
         """A loop may pass a boundary more than once; it is a link if it always was the same."""
+        if not 0 <= boundary < len(self.stack.blocks) - 1:
+            return
         known = self._boundaries.setdefault(boundary, found)
         if known != found and not isinstance(known, str):
             different = f"block {boundary + 1} is reached in different ways"
@@ -203,9 +224,9 @@ class RecordingRun(StackRun):
         now = self.stack.platform.random_states()
         try:
             set_random_states(states)
-            with within(around):
+            with within(around), holding(arguments.contents):
                 calls = [original_call(block) for block in blocks]
-                result = run_segment(calls, links, arguments.spec, *arguments.leaves)
+                result = run_segment(calls, links, *arguments.args, **arguments.kwargs)
         except Exception as error:  # whatever a block does when it runs once more
             return f"raise {type(error).__name__}"
         finally:

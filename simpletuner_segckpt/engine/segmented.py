@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 from ..messages.errors import SegmentBroken
 from ..model.interception import original_call
 from ..private.of_torch import pytree
+from ..recompute.containers import containers
 from ..recompute.state import StatefulRecompute
 from .block_state import attributes, changed_attribute, first_matrix
-from .links import Arguments, Link, argument_name
+from .links import Arguments, Link, argument_name, place_of
 from .proof import BoundStack, Proof
 from .runs import StackRun
 from .surroundings import surroundings
@@ -37,6 +38,7 @@ class _OpenSegment:
     attributes: dict[int, dict[str, Any]]
     weights: dict[int, tuple[Any, ...]]
     due: int
+    containers: list[int] | None  # those of its arguments, by identity, if blocks wrote to them
 
 
 class SegmentedRun(StackRun):
@@ -52,6 +54,7 @@ class SegmentedRun(StackRun):
         self.proof = proof
         self.on_broken = on_broken
         self._open: _OpenSegment | None = None
+        self._written = False  # whether blocks wrote to a container that they were given
         self._aliases: list[tuple[range, weakref.ref[WatchedTensor]]] = []
 
     def call_block(self, index: int, args: tuple, kwargs: dict) -> Any:
@@ -68,8 +71,17 @@ class SegmentedRun(StackRun):
         blocks = self.stack.blocks[segment.start : segment.stop]
         calls = [original_call(block) for block in blocks]
         links = self.proof.links(segment)
-        segment_call = StatefulRecompute(blocks, partial(run_segment, calls, links, arguments.spec))
-        result = self.run(segment, True, segment_call, tuple(arguments.leaves), {})
+        segment_call = StatefulRecompute(blocks, partial(run_segment, calls, links))
+        result = self.run(segment, True, segment_call, args, kwargs)
+        containers_given = None
+        if (key := arguments.written()) is not None:
+            # Right as long as the loop goes on to pass these very containers.
+            if not self._written:
+                name = argument_name(blocks[0], key)
+                self.on_broken(f"{_named(segment)} write to their `{name}`")
+            self._written = True
+            arguments = Arguments(args, kwargs)
+            containers_given = _identities(args, kwargs)
         watched = self.stack.platform.hand_out(result, partial(self._break_at_read, segment))
         leaves = pytree.tree_leaves(watched)
         self._aliases += [(segment, weakref.ref(t)) for t in leaves if isinstance(t, WatchedTensor)]
@@ -85,6 +97,7 @@ class SegmentedRun(StackRun):
             attributes=kept,
             weights=held,
             due=segment.start + 1,
+            containers=containers_given,
         )
         return watched
 
@@ -103,10 +116,12 @@ class SegmentedRun(StackRun):
             else:
                 unchanged = open_.arguments.same(i, leaf)
             if not unchanged:
-                name = argument_name(self.stack.blocks[index], leaves, spec, i)
+                name = argument_name(self.stack.blocks[index], place_of(spec, leaves, i)[0])
                 self._break(
                     segment, f"block {index} does not get the `{name}` that was left for it"
                 )
+        if open_.containers is not None and open_.containers != _identities(args, kwargs):
+            self._break(segment, f"block {index} does not get what the blocks before it wrote to")
         now = attributes(self.stack.blocks[index])
         if changed := changed_attribute(open_.attributes[index], now):
             self._break(segment, f"the attribute `{changed}` of block {index} was set in between")
@@ -127,7 +142,7 @@ class SegmentedRun(StackRun):
     def _break(self, segment: range, reason: str) -> NoReturn:
         self._open = None
         self.on_broken(reason)
-        where = f"blocks {segment.start} to {segment.stop - 1} of `{self.stack.path}`"
+        where = f"{_named(segment)} of `{self.stack.path}`"
         raise SegmentBroken(
             f"{where} ran as one segment, but {reason}. The forward was stopped before its "
             "backward could use it; calls like this one run block by block from now on, so "
@@ -149,21 +164,24 @@ class SegmentedRun(StackRun):
         self._open = None
 
 
+def _named(segment: range) -> str:
+    return f"blocks {segment.start} to {segment.stop - 1}"
+
+
+def _identities(args: tuple, kwargs: dict[str, Any]) -> list[int]:
+    return list(map(id, containers(*args, *kwargs.values())))
+
+
 def run_segment(
-    calls: Sequence[Callable[..., Any]],
-    links: Sequence[Link],
-    spec: pytree.TreeSpec,
-    *leaves: Any,
+    calls: Sequence[Callable[..., Any]], links: Sequence[Link], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the blocks of a segment one after the other, feeding each from the one before it.
 
-    ``leaves`` and ``spec`` are the flattened arguments of the first block; ``links[k]`` leads
-    from ``calls[k]`` to ``calls[k + 1]``. Returns what the last block returned.
+    ``args`` and ``kwargs`` are the arguments of the first block; ``links[k]`` leads from
+    ``calls[k]`` to ``calls[k + 1]``. Returns what the last block returned.
     """
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
     result = calls[0](*args, **kwargs)
     for call, link in zip(calls[1:], links, strict=True):
-        leaves = link.feed(leaves, result)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        args, kwargs = link.feed(args, kwargs, result)
         result = call(*args, **kwargs)
     return result

@@ -1,6 +1,9 @@
 """Tensors that say when the model's loop uses them."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch.utils.checkpoint
@@ -8,6 +11,7 @@ from torch import Tensor
 
 from ..private import of_torch
 from ..private.of_torch import DisableTorchFunctionSubclass, pytree
+from ..recompute.containers import containers, held_by, is_container
 
 # Questions about a tensor that every block of a stack answers alike; asking is not reading.
 _METADATA = frozenset(
@@ -110,15 +114,91 @@ def plain(value: Any) -> Any:
 
 
 def plain_tree(tree: Any) -> Any:
-    """``tree`` with every :class:`WatchedTensor` replaced by what it stands for."""
-    return pytree.tree_map_only(WatchedTensor, plain, tree)
+    """``tree`` without aliases for good: containers that held some hold what they stand for."""
+    return _plain(tree, [], set())
+
+
+@contextmanager
+def plain_arguments(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any]]]:
+    """``args`` and ``kwargs`` without aliases while a block runs.
+
+    A block may write to the containers that it is given, so these are the same objects: what stands
+    behind each alias takes its place in them, and gives it back afterwards. Only tuples are made
+    anew, and only around an alias.
+    """
+    replaced: list[_Replaced] = []
+    try:
+        args, values = _plain((args, tuple(kwargs.values())), replaced, set())
+        yield args, dict(zip(kwargs, values, strict=True))
+    finally:
+        for holder, key, before, given in reversed(replaced):
+            if _held(holder, key) is given:
+                holder[key] = before
+            else:
+                report_use(before, "a block took it out of its container")
+
+
+# A list, deque, dict or the attributes of an object; a place in it; what was there before, and what
+# a block finds there.
+_Replaced = tuple[Any, Any, Any, Any]
+
+
+def _plain(value: Any, replaced: list[_Replaced], seen: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        return plain(value)
+    if isinstance(value, tuple):
+        inner = [_plain(part, replaced, seen) for part in value]
+        if all(map(is_, inner, value)):
+            return value
+        make: Any = getattr(type(value), "_make", type(value))  # of a named tuple
+        return make(inner)
+    if is_container(value) and id(value) not in seen:
+        seen.add(id(value))
+        for holder in _holders(value):
+            for key, part in list(
+                holder.items() if isinstance(holder, dict) else enumerate(holder)
+            ):
+                new = _plain(part, replaced, seen)
+                if new is not part:
+                    holder[key] = new
+                    replaced.append((holder, key, part, new))
+    return value
+
+
+def _holders(container: Any) -> Iterator[Any]:
+    """Where a container holds things, as lists and dicts that can be written to."""
+    if isinstance(container, (dict, list, deque)):
+        yield container
+    if attributes := getattr(container, "__dict__", None):
+        yield attributes
+
+
+def _held(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except LookupError:
+        return None
+
+
+def watched_in(tree: Any) -> list["WatchedTensor"]:
+    """Every :class:`WatchedTensor` in ``tree``, those in containers included."""
+    found = [tree, *(part for held in containers(tree) for part in held_by(held))]
+    return [part for value in found for part in _loose(value) if isinstance(part, WatchedTensor)]
+
+
+def _loose(value: Any) -> Iterator[Any]:
+    """What is in nested tuples."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _loose(part)
+    else:
+        yield value
 
 
 def report_use(tree: Any, use: str) -> None:
     """Report ``use`` of every :class:`WatchedTensor` in ``tree``."""
-    for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, WatchedTensor):
-            leaf.on_read(use)
+    for alias in watched_in(tree):
+        alias.on_read(use)
 
 
 def version(value: Any) -> int:

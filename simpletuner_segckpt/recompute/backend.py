@@ -14,6 +14,7 @@ from ..offload.device import Accelerator
 from ..offload.saved_tensors import HostMemory, Offload
 from ..private.of_torch import pytree
 from ..schedules.tally import tally
+from .containers import is_container
 from .contexts import Contexts, Together
 from .kept_operators import Kept, in_graph
 from .submodules import CallWrapper, SubmoduleKind, treated
@@ -56,8 +57,10 @@ class Recompute:
         options = {"context_fn": self._entered} if self.contexts else {}
         if self.offload is None:
             return torch_checkpoint(options, function, args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
-        call = partial(_unflattened, function, spec)
+        # Tensors in tuples are moved as well; containers stay the same objects, to be written to.
+        values = (*args, *kwargs.values())
+        leaves, spec = pytree.tree_flatten(values, is_leaf=is_container)
+        call = _Unflattened(partial(_call, function, tuple(kwargs)), values, spec)
         return self.offload.run("inputs", torch_checkpoint, options, call, tuple(leaves), {})
 
     def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -65,9 +68,19 @@ class Recompute:
         return Together(*forward), Together(*again)
 
 
-def _unflattened(function: Callable[..., Any], spec: pytree.TreeSpec, *leaves: Any) -> Any:
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return function(*args, **kwargs)
+class _Unflattened:
+    """Calls ``function`` with ``values``, and from the second time on with others like them."""
+
+    def __init__(self, function: Callable[..., Any], values: tuple, spec: pytree.TreeSpec):
+        self.function = function
+        self._values: tuple | None = values
+        self._spec = spec
+
+    def __call__(self, *leaves: Any) -> Any:
+        values, self._values = self._values, None  # which are not to stay until backward
+        if values is None:
+            values = pytree.tree_unflatten(leaves, self._spec)
+        return self.function(*values)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ write their buffers each time they are called. A recompute that ran with what is
 be of another function: wrong gradients, or saved tensors that do not match. So what is there when
 a call begins is noted, put back while the call is repeated, and taken away again. The values of
 weights are not: whoever changes them between a forward and its backward gets what torch's own
-checkpointing gets. Nor are Python attributes that a forward counts or collects in.
+checkpointing gets. Nor are Python attributes of modules that a forward counts or collects in; what
+it collects in containers among its arguments is (see ``containers``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from ..private.of_torch import (
     NormBase,
     version,
 )
+from .containers import Contents, containers, holding
 
 # Attributes of a module that decide what it computes; trainers and libraries change them on whole
 # models. Others may be the books of an engine (DeepSpeed counts on modules), so they stay.
@@ -99,7 +101,7 @@ class _Noted:
 
     modules: of each its attributes, and its hooks for the forward where it has any.
     dicts: copies of what PEFT's layers hold by adapter. merged: the adapters in their weights.
-    trained: whether each parameter was.
+    trained: whether each parameter was. containers: what those among the arguments held.
     """
 
     modules: list[tuple[State, tuple[Any, ...], State | None]] = field(default_factory=list)
@@ -107,6 +109,7 @@ class _Noted:
     merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
     trained: list[tuple[Parameter, bool]] = field(default_factory=list)
     buffers: list[_Buffer] = field(default_factory=list)
+    containers: list[Contents] = field(default_factory=list)
 
 
 class StatefulRecompute:
@@ -122,9 +125,10 @@ class StatefulRecompute:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._noted is not None:
-            with _as_noted(self._noted):
+            with _as_noted(self._noted), holding(self._noted.containers):
                 return self.function(*args, **kwargs)
         noted = self._noted = _note(self.modules)
+        noted.containers = [Contents.of(found) for found in containers(*args, *kwargs.values())]
         result = self.function(*args, **kwargs)
         noted.buffers = [buffer for buffer in noted.buffers if buffer.written]
         for buffer in noted.buffers:
