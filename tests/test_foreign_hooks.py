@@ -821,7 +821,7 @@ def test_a_buffer_that_is_too_large_to_be_copied(monkeypatch, caplog):
             super().build(depth)
             self.blocks = nn.ModuleList(Counting() for _ in range(depth))
 
-    monkeypatch.setattr("simpletuner_segckpt.recompute.state.COPIED", WIDTH - 1)
+    monkeypatch.setattr("simpletuner_segckpt.recompute.buffers.COPIED", WIDTH - 1)
     model, inputs = toy(Counted)
     simpletuner_segckpt.apply(model, keys(1))
     for _ in range(2):

@@ -387,9 +387,10 @@ class CheckpointEntry:
         """
         for stack in self.forwards.stacks:
             for kind, paths in self.parts.get(stack.path, {}).items():
-                for index, block in enumerate(blocks_of(module, stack.path)):
+                blocks = blocks_of(module, stack.path)
+                for index, block in enumerate(blocks):
                     recomputed = self.forwards.config.feed_forward_only and index in stack.covered
-                    part = SubmoduleHook(kind, self, recomputed and kind == "feed_forward")
+                    part = SubmoduleHook(kind, self, recomputed and kind == "feed_forward", blocks)
                     intercept_submodules(block, paths, part)
 
     def feed_forward(self, call: CallWrapper, *args: Any, **kwargs: Any) -> Any:

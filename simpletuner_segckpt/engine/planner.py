@@ -10,7 +10,12 @@ from torch.nn import Module
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
 from ..model.compiled import too_old
-from ..model.foreign_hooks import model_conditions, refuse_hooks, swap_manager
+from ..model.foreign_hooks import (
+    has_backward_hooks,
+    model_conditions,
+    refuse_hooks,
+    swap_managers,
+)
 from ..model.fsdp import are_sharded, recompute_fault
 from ..model.stacks import blocks_of
 from ..model.wrappers import is_compiled, recomputes_itself
@@ -27,6 +32,7 @@ from .proof import BoundStack, Proof
 from .recording import RecordingRun
 from .runs import StackRun, UnitsRun
 from .segmented import SegmentedRun
+from .streamed import SHARED, MemoryWatch
 
 
 class ForwardPlanner:
@@ -58,6 +64,8 @@ class ForwardPlanner:
         self.described = carried is not None
         self.carried = dict(carried or {})
         self._ran: set[str] = set()  # paths of the stacks that have run
+        self._own_memory: set[str] = set()  # of those that were seen to share none
+        self._streamed: set[str] = set()  # and of those that share it
         self.trying_out = False  # whether segments are, which asks no block to be recomputed
         # By stack path: what was shown, and what of it last.
         self.proof_tables = self._nothing_proven()
@@ -70,8 +78,7 @@ class ForwardPlanner:
         if inside:
             reason = "the whole model runs inside another checkpoint call"
             conditions.append(Condition("call", "torch.utils.checkpoint", reason))
-        if manager := swap_manager(module):
-            conditions.append(manager)
+        conditions += swap_managers(module, [stack.path for stack in self.stacks])
         shape = call_shape(arguments, module.training, self.named)
         if fault := recompute_fault(module):
             self.messages.warn("sharded", fault)
@@ -105,6 +112,7 @@ class ForwardPlanner:
             wrappers.covered,
             self.platform,
             wrappers.gap,
+            wrappers.whole,
             carried,
         )
         found = [str(c) for c in conditions if c.concerns(planned.path)]
@@ -121,13 +129,31 @@ class ForwardPlanner:
             message = f"{planned.path}: {reason}, and the schedule leaves them out"
             self.messages.warn("left-to-others", message)
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
+        whole = replace(stack, schedule=Schedule.of_all(len(blocks)), covered=wrappers.whole)
+        if planned.path in self._streamed:
+            if stack.covered is not stack.whole or stack.schedule != whole.schedule:
+                self.messages.warn(
+                    "streamed",
+                    f"{planned.path}: every block is recomputed as a whole, by itself: {SHARED}",
+                )
+            return StackRun(whole, SHARED)
+        memory = None
+        if planned.path not in self._own_memory:
+            memory = MemoryWatch(blocks, partial(self._judge, planned.path))
         refuse_hooks(planned, blocks)
+        swapped = has_backward_hooks(blocks) or any(
+            condition.where == "model" and condition.concerns(planned.path)
+            for condition in conditions
+        )
         if planned.strategy == "segmented" and not found:
             found += map(str, model_conditions(planned.path, blocks))
         if found and planned.strategy == "segmented":
             self._say_per_block(planned.path, found[0])
+        reason = found[0] if found else planned.reason
+        if memory is not None and swapped:
+            return StackRun(whole, f"{reason}; the first forward recomputes all", memory)
         if found or planned.strategy != "segmented":
-            return StackRun(stack, found[0] if found else planned.reason)
+            return StackRun(stack, reason, memory)
         proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
         if proof is None:
@@ -137,11 +163,15 @@ class ForwardPlanner:
                 reason = "a new shape of call cannot be tried out in segments on sharded blocks"
                 self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
                 return StackRun(stack, reason)
-            return RecordingRun(stack, shape, replay=not self.described)
+            return RecordingRun(stack, shape, replay=not self.described, memory=memory)
         if proof.reason:
             self._say_per_block(planned.path, proof.reason)
         stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
+
+    def _judge(self, path: str, shared: bool) -> None:
+        """A forward is over in which the memory of a stack's blocks was watched."""
+        (self._streamed if shared else self._own_memory).add(path)
 
     def learn(self, forward: Forward) -> None:
         """What this forward showed for those that follow."""
@@ -161,7 +191,9 @@ class ForwardPlanner:
                     self._remember(run.shape, run.stack.path, run.proof())
                 finally:
                     self.trying_out = False
-            self._say_shortfalls(planned[run.stack.path], run)
+            whole = run.stack.covered is run.stack.whole  # whatever the backend is for
+            plan = planned[run.stack.path]
+            self._say_shortfalls(replace(plan, feed_forward=()) if whole else plan, run)
         if not self.stacks and "attention" in self.config.keep:
             only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
             self._say_shortfalls(only_units, forward.units)

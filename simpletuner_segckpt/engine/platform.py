@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..offload.device import Accelerator
 from ..private.of_torch import pytree
-from .surroundings import random_states
+from ..recompute.random_states import RandomStates
 from .watched import WatchedTensor
 
 
@@ -22,9 +22,9 @@ class Platform:
         """What tensors are moved from to CPU memory; None where there is nothing to move."""
         return Accelerator.current()
 
-    def random_states(self) -> list[Tensor]:
+    def random_states(self) -> RandomStates | None:
         """The states of the random generators that a block may draw from."""
-        return random_states()
+        return RandomStates()
 
     def is_ordinary(self, leaf: Any) -> bool:
         """Whether ``leaf`` is a tensor of no class of its own, which an alias can stand for."""

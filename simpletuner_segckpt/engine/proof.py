@@ -21,7 +21,10 @@ Boundary = Link | str
 
 @dataclass(frozen=True, slots=True)
 class BoundStack:
-    """The blocks of one stack, and how they run where they are covered and in the gaps."""
+    """The blocks of one stack, and how they run where they are covered and in the gaps.
+
+    whole: how they run where they must be recomputed as a whole.
+    """
 
     path: str
     schedule: Schedule
@@ -29,6 +32,7 @@ class BoundStack:
     covered: CallWrapper
     platform: Platform
     gap: CallWrapper = plainly
+    whole: CallWrapper = plainly
     carried: Mapping[str, int] = field(default_factory=dict)
     """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
 

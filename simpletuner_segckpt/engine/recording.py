@@ -16,13 +16,15 @@ from ..model.interception import original_call
 from ..model.stacks import all_modules
 from ..private.of_torch import pytree
 from ..recompute.containers import containers, holding
+from ..recompute.random_states import RandomStates
 from .block_state import attributes, changed_attribute, weights
 from .call_shapes import CallShape
 from .links import Arguments, Link, argument_name, is_opaque, place_of, signature_of
 from .proof import Boundary, BoundStack, Proof
 from .runs import StackRun
 from .segmented import run_segment
-from .surroundings import set_random_states, surroundings, within
+from .streamed import MemoryWatch
+from .surroundings import surroundings, within
 from .watched import WatchedTensor, plain_arguments, report_use
 
 
@@ -34,7 +36,7 @@ class _Ran:
     arguments: Arguments
     returned: list[weakref.ref[WatchedTensor] | None]
     surroundings: tuple
-    random_states: list[Tensor]
+    random_states: RandomStates | None
     following: dict[str, Any]  # the attributes of the block after it
     weights: list[list[tuple[Any, ...]]]  # of the block, and of the one after it
 
@@ -47,11 +49,13 @@ class RecordingRun(StackRun):
     nobody described, whose blocks may look at something else than their arguments.
     """
 
-    def __init__(self, stack: BoundStack, shape: CallShape, replay: bool):
-        super().__init__(stack, "first forward of this shape of call")
+    def __init__(
+        self, stack: BoundStack, shape: CallShape, replay: bool, memory: MemoryWatch | None = None
+    ):
+        super().__init__(stack, "first forward of this shape of call", memory)
         self.shape = shape
         self._replay = replay
-        self._inputs: dict[int, tuple[Arguments, tuple, list[Tensor]]] = {}
+        self._inputs: dict[int, tuple[Arguments, tuple, RandomStates | None]] = {}
         self._results: dict[int, Any] = {}
         self._boundaries: dict[int, Boundary] = {}
         self._reads: dict[int, str] = {}
@@ -154,7 +158,7 @@ class RecordingRun(StackRun):
         pair = self.stack.blocks[last.index : index + 1]
         if [weights(block) for block in pair] != last.weights:
             return f"weights are moved or written before block {index}"
-        if not all(map(torch.equal, self.stack.platform.random_states(), last.random_states)):
+        if self.stack.platform.random_states() != last.random_states:
             return f"random numbers are drawn before block {index}"
         names = [argument_name(block, key) for key, _ in places]
         link = Link(tuple(carried), tuple(places), tuple(names))
@@ -185,6 +189,7 @@ class RecordingRun(StackRun):
         self._last = None
 
     def finish(self) -> None:
+        super().finish()
         for index, reference in self._watched:
             if reference() is not None:
                 self._boundaries[index] = f"the model keeps the output of block {index}"
@@ -223,14 +228,16 @@ class RecordingRun(StackRun):
         buffers = [(b, b.clone()) for _, own in held for b in own.values() if b is not None]
         now = self.stack.platform.random_states()
         try:
-            set_random_states(states)
+            if states is not None:
+                states.put_back()
             with within(around), holding(arguments.contents):
                 calls = [original_call(block) for block in blocks]
                 result = run_segment(calls, links, *arguments.args, **arguments.kwargs)
         except Exception as error:  # whatever a block does when it runs once more
             return f"raise {type(error).__name__}"
         finally:
-            set_random_states(now)
+            if now is not None:
+                now.put_back()
             for module, own in held:
                 module._buffers.update(own)
             with torch.no_grad():

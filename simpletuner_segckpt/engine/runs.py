@@ -1,11 +1,13 @@
 """One stack during one training forward, block by block: what every other run builds on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn import Module
 
+from ..messages.errors import SegmentBroken
 from ..model.interception import original_call
+from ..recompute.mismatch import Place
 from ..recompute.state import StatefulRecompute
 from ..recompute.submodules import CallWrapper
 from ..schedules.conditions import is_cache
@@ -15,22 +17,31 @@ from ..schedules.schedule import Schedule
 from ..schedules.tally import tallying
 from .platform import Platform
 from .proof import BoundStack
+from .streamed import SHARED, MemoryWatch
 
 
-def recomputable(block: Module) -> Callable[..., Any]:
+def recomputable(
+    block: Module, siblings: Sequence[Module] = (), place: Place | None = None
+) -> Callable[..., Any]:
     """What runs ``block`` itself, the same in backward; a function of a model as it is."""
     call: Callable[..., Any] = original_call(block)
-    return StatefulRecompute([block], call) if isinstance(block, Module) else call
+    if not isinstance(block, Module):
+        return call
+    return StatefulRecompute([block], call, siblings, place)
 
 
 class StackRun:
-    """One stack during one training forward: every covered block checkpointed alone."""
+    """One stack during one training forward: every covered block checkpointed alone.
+
+    memory: watches that of the blocks, in forwards before which nothing is known of it.
+    """
 
     strategy: Strategy = "per-block"
 
-    def __init__(self, stack: BoundStack, reason: str = ""):
+    def __init__(self, stack: BoundStack, reason: str = "", memory: MemoryWatch | None = None):
         self.stack = stack
         self.reason = reason
+        self.memory = memory
         self.spans: list[Span] = []
         self.cached = False  # whether blocks ran plainly for the sake of a KV cache
         self.segment_of = {block: s for s in stack.schedule.segments for block in s}
@@ -44,20 +55,51 @@ class StackRun:
     def run_alone(self, index: int, args: tuple, kwargs: dict) -> Any:
         """Run one block: under a checkpoint call if it is covered, plainly if not."""
         covered = index in self.segment_of
+        if self.memory is not None:
+            self.memory.look(*range(max(0, index - 1), index + 1))
+            if self.memory.shared:
+                whole = self.stack.whole
+                return self.run_block(index, self.stack.blocks[index], True, args, kwargs, whole)
+            if not covered or self.stack.covered is not self.stack.whole:
+                self.memory.ran_plainly(index)
         if covered and any(map(is_cache, (*args, *kwargs.values()))):
             covered, self.cached = False, True  # a recompute would fill it once more
         return self.run_block(index, self.stack.blocks[index], covered, args, kwargs)
 
-    def run_block(self, index: int, block: Module, covered: bool, args: tuple, kwargs: dict) -> Any:
-        call = recomputable(block) if covered else original_call(block)
-        return self.run(range(index, index + 1), covered, call, args, kwargs)
+    def run_block(
+        self,
+        index: int,
+        block: Module,
+        covered: bool,
+        args: tuple,
+        kwargs: dict,
+        wrapper: CallWrapper | None = None,
+    ) -> Any:
+        blocks = range(index, index + 1)
+        call = original_call(block)
+        if covered:
+            call = recomputable(block, self.stack.blocks, self.place(blocks))
+        return self.run(blocks, covered, call, args, kwargs, wrapper)
+
+    def place(self, blocks: range) -> Place:
+        return Place(self.stack.path, blocks, self.stack.schedule)
 
     def run(
-        self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
+        self,
+        blocks: range,
+        covered: bool,
+        call: Callable[..., Any],
+        args: tuple,
+        kwargs: dict,
+        wrapper: CallWrapper | None = None,
     ) -> Any:
-        """Run ``blocks``, which ``call`` calls, and note what happened."""
+        """Run ``blocks``, which ``call`` calls, and note what happened.
+
+        wrapper: in the place of the stack's own for blocks that are covered, or not.
+        """
+        wrapper = wrapper or (self.stack.covered if covered else self.stack.gap)
         with tallying() as tally:
-            result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
+            result = wrapper(call, *args, **kwargs)
         self.spans.append(Span(blocks, covered, tally))
         return result
 
@@ -65,7 +107,14 @@ class StackRun:
         """Something else than a block of this stack was called."""
 
     def finish(self) -> None:
-        """The model's forward is over."""
+        """The model's forward is over. Raises ``SegmentBroken``."""
+        lost = self.memory.finish() if self.memory is not None else ()
+        if lost:
+            raise SegmentBroken(
+                f"blocks {' '.join(map(str, lost))} of `{self.stack.path}` were not recomputed as "
+                f"a whole, but {SHARED}, so what their backward needs is overwritten. The forward "
+                "was stopped before that; all blocks are recomputed from now on: repeat the step."
+            )
 
     def abandon(self) -> None:
         """The model's forward raised: let go of every tensor."""

@@ -71,7 +71,8 @@ class SegmentedRun(StackRun):
         blocks = self.stack.blocks[segment.start : segment.stop]
         calls = [original_call(block) for block in blocks]
         links = self.proof.links(segment)
-        segment_call = StatefulRecompute(blocks, partial(run_segment, calls, links))
+        function = partial(run_segment, calls, links)
+        segment_call = StatefulRecompute(blocks, function, self.stack.blocks, self.place(segment))
         result = self.run(segment, True, segment_call, args, kwargs)
         containers_given = None
         if (key := arguments.written()) is not None:

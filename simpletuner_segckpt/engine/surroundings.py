@@ -1,11 +1,10 @@
-"""What is around a block's call, not among its arguments: grad mode, autocast, random numbers."""
+"""What is around a block's call, not among its arguments: grad mode and autocast."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import Tensor
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -30,19 +29,3 @@ def within(around: tuple[Any, ...]) -> Iterator[None]:
         for device, (enabled, dtype) in zip(_devices(), around[1:], strict=True):
             stack.enter_context(torch.autocast(device, dtype, enabled))
         yield
-
-
-def random_states() -> list[Tensor]:
-    """The state of the default generators of the CPU and of the accelerator in use."""
-    states = [torch.get_rng_state()]
-    accelerator = torch.get_device_module()
-    if accelerator is not torch.cpu and accelerator.is_available():
-        states.append(accelerator.get_rng_state())
-    return states
-
-
-def set_random_states(states: list[Tensor]) -> None:
-    """Go back to what ``random_states`` returned."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module().set_rng_state(state)

@@ -5,6 +5,7 @@ those of the blocks before it do. Hooks that move weights are exact per-block an
 wider segments; some of diffusers' are wrong with any recompute, and refused.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -43,12 +44,34 @@ def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
     return []
 
 
-def swap_manager(model: Module) -> Condition | None:
-    """An object on the model by which its loop moves the weights of blocks between their calls."""
+def swap_managers(model: Module, paths: Sequence[str]) -> list[Condition]:
+    """Objects on the model by which its loop moves the weights of blocks between their calls.
+
+    One that is named for a stack of those at ``paths`` (``offloader_single``, say) is about that.
+    """
+    common = set.intersection(*(_words(path) for path in paths)) if paths else set()
+    found = []
     for name, value in vars(model).items():
         if any(hasattr(type(value), verb) for verb in _SWAPS):
-            return Condition("model", name, "it moves the weights of each block as that block runs")
-    return None
+            own = _words(name) - common
+            stacks = tuple(path for path in paths if len(paths) > 1 and own & _words(path))
+            reason = "it moves the weights of each block as that block runs"
+            found.append(Condition("model", name, reason, stacks))
+    return sorted(found, key=lambda condition: not condition.stacks)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[._]+", name))
+
+
+def has_backward_hooks(blocks: Iterable[Module]) -> bool:
+    """Whether others are told of the backward of a block, as those are who bring its weights."""
+    return any(
+        not is_made_for_recompute(hook)
+        for block in blocks
+        for hooked in (block, unwrapped(block))
+        for _, hook in hooks_on(hooked, "backward pre-hook", "backward hook")
+    )
 
 
 def refuse_hooks(planned: StackReport, blocks: Sequence[Module]) -> None:
@@ -88,7 +111,7 @@ def _refuse_offloading(hook: Any, planned: StackReport, blocks: int) -> None:
 def _hook_on(block: Any) -> str | None:
     """A hook on the block itself, of any kind."""
     for kind, hook in hooks_on(block):
-        if not _made_for_recompute(hook):
+        if not is_made_for_recompute(hook):
             return f"{kind} {_name(hook)}"
     if ACCELERATE_HOOK in block.__dict__:
         return f"accelerate hook {type(block.__dict__[ACCELERATE_HOOK]).__name__}"
@@ -101,18 +124,18 @@ def _hook_inside(block: Module) -> str | None:
     """A forward hook on a module inside the block: what it does after each pass, twice over."""
     for inner in all_modules([block])[1:]:
         for _, hook in hooks_on(inner, "forward hook"):
-            if not _made_for_recompute(hook):
+            if not is_made_for_recompute(hook):
                 return f"forward hook {_name(hook)} on a {type(inner).__name__}"
     return None
 
 
 def _global_hooks() -> Iterator[str]:
     for hook in global_forward_hooks():
-        if not _made_for_recompute(hook):
+        if not is_made_for_recompute(hook):
             yield f"global hook {_name(hook)}"
 
 
-def _made_for_recompute(hook: Any) -> bool:
+def is_made_for_recompute(hook: Any) -> bool:
     """Whether a hook is torch's own: FSDP2's, or that of a profiler or a FLOP counter.
 
     Or one of those by which the models of transformers capture outputs: from the first capture on

@@ -3,6 +3,7 @@
 Attributes, looked up where they may be missing: without them a feature is not noticed.
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,28 @@ ADAPTERS_DISABLED = "_disable_adapters"
 ACTIVE_ADAPTER = "_active_adapter"
 # PEFT: how the qualified name of the hook begins that adds PEFT's other hooks in a recompute.
 RECOMPUTE_HOOK = "LoraModel._enable_peft_forward_hooks."
+
+# diffusers: where it keeps which kernel its attentions call.
+_ATTENTION_DISPATCH = "diffusers.models.attention_dispatch"
+
+
+def _attention_registry() -> Any:
+    """Without importing it, where nobody has."""
+    module = sys.modules.get(_ATTENTION_DISPATCH)
+    return getattr(module, "_AttentionBackendRegistry", None)
+
+
+def attention_backend() -> Any:
+    """The attention backend of diffusers that is active; None where it cannot be told."""
+    return getattr(_attention_registry(), "_active_backend", None)
+
+
+def set_attention_backend(backend: Any) -> None:
+    """Make ``backend``, which ``attention_backend`` returned, the active one."""
+    registry = _attention_registry()
+    if registry is not None and backend is not None:
+        registry._active_backend = backend
+
 
 _DIFFUSERS_HOOKS = "_diffusers_hook"
 

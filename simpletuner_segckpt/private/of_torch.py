@@ -66,9 +66,14 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """What packs and unpacks the tensors that are saved now; None where nobody does."""
+    return _top_hooks(True) if _top_hooks is not None else None
+
+
 def inside_checkpoint() -> bool:
     """Whether a checkpoint call, of whomever, runs around this code."""
-    hooks = _top_hooks(True) if _top_hooks is not None else None
+    hooks = top_saved_tensors_hooks()
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 

@@ -84,6 +84,17 @@ def _inside_checkpoint() -> bool:
     return seen == [True] and not of_torch.inside_checkpoint()
 
 
+def _attention_backend() -> bool:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    before = of_libraries.attention_backend()
+    with attention_backend("_native_math"):
+        inside = of_libraries.attention_backend()
+        of_libraries.set_attention_backend(before)
+        put = of_libraries.attention_backend()
+    return inside is not before and put is before
+
+
 def _versions() -> bool:
     tensor = torch.zeros(2)
     view = tensor[:1]
@@ -246,9 +257,16 @@ NAMES = tuple(
         ),
         (
             "torch._C._autograd._top_saved_tensors_default_hooks",
-            "to see a checkpoint call of somebody else around the model",
-            "such a call is not noticed",
+            "to see a checkpoint call of somebody else around the model, and to explain what torch "
+            "says of a recompute",
+            "such a call is not noticed, and torch's own text is what users get",
             _inside_checkpoint,
+        ),
+        (
+            "diffusers.models.attention_dispatch._AttentionBackendRegistry._active_backend",
+            "to recompute attention with the kernel that its forward had",
+            "a backend that was left before backward is not put back",
+            _attention_backend,
         ),
         (
             "Tensor._version and Tensor._base",

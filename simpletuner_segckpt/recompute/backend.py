@@ -87,11 +87,13 @@ class _Unflattened:
 class BlockWrappers:
     """How the covered blocks of one forward run, and how those in the gaps do.
 
+    whole: how those run that are recomputed as a whole whatever the backend is for.
     offload: what this forward has in CPU memory.
     """
 
     covered: CallWrapper
     gap: CallWrapper
+    whole: CallWrapper
     offload: Offload | None = None
 
 
@@ -138,10 +140,11 @@ class Backend:
         if config.keep:
             contexts = (*contexts, lambda: Kept(config.keep).contexts())
         covered: CallWrapper = Recompute(contexts, offload if config.inputs_on_cpu else None)
+        whole = covered
         if config.feed_forward_only:
             recompute = partial(_counted, covered)
             covered = partial(with_submodules, {**parts, "feed_forward": recompute})
-        return BlockWrappers(covered, gap, offload)
+        return BlockWrappers(covered, gap, whole, offload)
 
 
 def _anew(config: CheckpointingConfig) -> Backend:

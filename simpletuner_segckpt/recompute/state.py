@@ -16,13 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch.nn import Module, ModuleDict, Parameter
 
 from ..messages.errors import RecomputeError
-from ..messages.log import Messages
 from ..model.flags import SWITCH
 from ..model.foreign_hooks import helps_recompute
 from ..model.stacks import all_modules
@@ -31,10 +28,11 @@ from ..private.of_torch import (
     FORWARD_HOOK_TABLES,
     FORWARD_HOOKS,
     FORWARD_PRE_HOOKS,
-    NormBase,
-    version,
 )
+from .ambient import Ambient
+from .buffers import Buffer, hooks_watched, written_by
 from .containers import Contents, containers, holding
+from .mismatch import Place, explained
 
 # Attributes of a module that decide what it computes; trainers and libraries change them on whole
 # models. Others may be the books of an engine (DeepSpeed counts on modules), so they stay.
@@ -57,44 +55,6 @@ _APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see b
 State = dict[str, Any]  # the attributes of a module, past Module.__getattr__
 
 
-# Elements of a buffer that is copied before each call, should the call write to it. Larger ones
-# are weights (quantised, packed), which no forward writes.
-COPIED = 2**20
-
-
-_messages = Messages()
-
-
-# Buffers that a module was seen to write past their version, by name (through `.data`, say).
-_written_unseen: WeakKeyDictionary[Module, dict[str, bool]] = WeakKeyDictionary()
-
-
-@dataclass(slots=True)
-class _Buffer:
-    module: Module
-    name: str
-    tensor: torch.Tensor | None
-    version: int
-    copy: torch.Tensor | None
-
-    @property
-    def written(self) -> bool:
-        if self.module._buffers.get(self.name) is not self.tensor:
-            return True
-        # The kernels of batch normalisation write their statistics past the version.
-        seen = version(self.tensor) != self.version or isinstance(self.module, NormBase)
-        return seen or self._written_unseen()
-
-    def _written_unseen(self) -> bool:
-        """Compared once for each buffer, since on an accelerator that waits for it."""
-        if type(self.tensor) is not torch.Tensor or self.copy is None or self.tensor.is_meta:
-            return False
-        known = _written_unseen.setdefault(self.module, {})
-        if self.name not in known:
-            known[self.name] = not torch.equal(self.tensor, self.copy)
-        return known[self.name]
-
-
 @dataclass(slots=True)
 class _Noted:
     """What modules, and those inside them, had at one time.
@@ -104,45 +64,52 @@ class _Noted:
     trained: whether each parameter was. containers: what those among the arguments held.
     """
 
+    ambient: Ambient
     modules: list[tuple[State, tuple[Any, ...], State | None]] = field(default_factory=list)
     dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
     merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
     trained: list[tuple[Parameter, bool]] = field(default_factory=list)
-    buffers: list[_Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     containers: list[Contents] = field(default_factory=list)
 
 
 class StatefulRecompute:
     """Calls ``function``, and from the second time on with ``modules`` as they were the first.
 
-    Raises ``RecomputeError`` where that cannot be.
+    Raises ``RecomputeError`` where that cannot be. siblings: modules that may share memory with
+    these; place: which blocks they are.
     """
 
-    def __init__(self, modules: Sequence[Module], function: Callable[..., Any]):
+    def __init__(
+        self,
+        modules: Sequence[Module],
+        function: Callable[..., Any],
+        siblings: Sequence[Module] = (),
+        place: Place | None = None,
+    ):
         self.modules = modules
         self.function = function
+        self.siblings = siblings
+        self.place = place
         self._noted: _Noted | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._noted is not None:
-            with _as_noted(self._noted), holding(self._noted.containers):
+        noted = self._noted
+        if noted is not None:
+            with noted.ambient.again(), _as_noted(noted), holding(noted.containers):
                 return self.function(*args, **kwargs)
         noted = self._noted = _note(self.modules)
         noted.containers = [Contents.of(found) for found in containers(*args, *kwargs.values())]
-        result = self.function(*args, **kwargs)
-        noted.buffers = [buffer for buffer in noted.buffers if buffer.written]
-        for buffer in noted.buffers:
-            if buffer.copy is None and buffer.tensor is not None:
-                _messages.warn(
-                    "written-buffer",
-                    f"a {type(buffer.module).__name__} writes its buffer `{buffer.name}`, which is "
-                    "too large to be copied: its recompute starts from what was written",
-                )
+        hooked = [state for state, _, hooks in noted.modules if hooks is not None]
+        with explained(self.modules, self.place), hooks_watched(hooked, noted.buffers) as hooks:
+            result = self.function(*args, **kwargs)
+        noted.ambient.call_ended()
+        noted.buffers = written_by(noted.buffers, hooks, self.siblings)
         return result
 
 
 def _note(modules: Sequence[Module]) -> _Noted:
-    noted = _Noted()
+    noted = _Noted(Ambient(modules))
     for module in all_modules(modules):  # of every covered block in every forward: quickly
         state = module.__dict__
         hooks = _hooks_of(state) if state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS] else None
@@ -153,9 +120,7 @@ def _note(modules: Sequence[Module]) -> _Noted:
             if parameter is not None:
                 noted.trained.append((parameter, parameter.requires_grad))
         for name, tensor in state["_buffers"].items():
-            small = tensor is not None and tensor.numel() <= COPIED
-            copy = tensor.detach().clone() if small else None
-            noted.buffers.append(_Buffer(module, name, tensor, version(tensor), copy))
+            noted.buffers.append(Buffer.of(module, name, tensor))
     return noted
 
 

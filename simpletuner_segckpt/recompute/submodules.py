@@ -7,7 +7,7 @@ without that they run plainly.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -43,13 +43,16 @@ class SubmoduleHook:
     """What the calls of one feed-forward or attention go through.
 
     recomputed: whether it is a feed-forward that is recomputed by itself. ``owner`` runs it where
-        its block is compiled, so that no run of the block is around it.
+        its block is compiled, so that no run of the block is around it. blocks: all of its stack.
     """
 
-    def __init__(self, kind: SubmoduleKind, owner: Owner, recomputed: bool):
+    def __init__(
+        self, kind: SubmoduleKind, owner: Owner, recomputed: bool, blocks: Sequence[Module]
+    ):
         self.kind = kind
         self.owner = owner
         self.recomputed = recomputed
+        self.blocks = blocks
 
     @property
     def takes_calls(self) -> bool:
@@ -62,7 +65,7 @@ class SubmoduleHook:
         if torch.compiler.is_compiling():
             return self.owner.feed_forward(call, *args, **kwargs)
         if self.recomputed:
-            call = StatefulRecompute([module], call)
+            call = StatefulRecompute([module], call, self.blocks)
         others = dict(_around.wrappers)
         run = others.pop(self.kind)
         with treated(others):  # a wrapper of a part may hold what was the part before

@@ -31,6 +31,11 @@ class Schedule:
         covered = set(self.covered)
         return tuple(block for block in range(self.blocks) if block not in covered)
 
+    @classmethod
+    def of_all(cls, blocks: int) -> "Schedule":
+        """Every block covered, in a segment of its own."""
+        return cls(blocks, tuple(range(block, block + 1) for block in range(blocks)))
+
     def per_block(self) -> "Schedule":
         """The same coverage with every covered block in a segment of its own."""
         return self.without(())

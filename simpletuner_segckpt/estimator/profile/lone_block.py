@@ -198,7 +198,8 @@ def _in_parts(block: nn.Module, stack: Stack | None, treatment: str) -> Iterator
     if stack is not None and treatment.endswith(OFFLOAD):
         paths["attention"] = stack.attention
     for kind, names in paths.items():
-        intercept_submodules(block, names, SubmoduleHook(kind, _Nobody(), recomputed=False))
+        hook = SubmoduleHook(kind, _Nobody(), recomputed=False, blocks=[block])
+        intercept_submodules(block, names, hook)
     try:
         yield
     finally:

@@ -75,8 +75,8 @@ class _WithoutMemory(Platform):
     def accelerator(self) -> Accelerator:
         return _Beside(self.ledger)
 
-    def random_states(self) -> list[torch.Tensor]:
-        return []
+    def random_states(self) -> None:
+        return None
 
     def is_ordinary(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor)
