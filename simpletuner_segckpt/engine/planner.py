@@ -106,6 +106,7 @@ class ForwardPlanner:
             self.platform,
             wrappers.gap,
             carried,
+            planned.segments if planned.strategy == "segmented" else (),
         )
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:

@@ -5,7 +5,9 @@ from typing import Any
 
 from torch.nn import Module
 
+from ..model.fsdp import may_be_sharded
 from ..model.interception import original_call
+from ..recompute.gathered import GatheredRecompute
 from ..recompute.state import StatefulRecompute
 from ..recompute.submodules import CallWrapper
 from ..schedules.conditions import is_cache
@@ -56,10 +58,22 @@ class StackRun:
         self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         """Run ``blocks``, which ``call`` calls, and note what happened."""
+        if covered and may_be_sharded():
+            call = self._gathered(blocks, call)
         with tallying() as tally:
             result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
         self.spans.append(Span(blocks, covered, tally))
         return result
+
+    def _gathered(self, blocks: range, call: Callable[..., Any]) -> GatheredRecompute:
+        """Have FSDP2 gather a planned segment as a whole when the last of its blocks is recomputed.
+
+        Whether it runs as a segment or not: other ranks may do the other.
+        """
+        own = self.stack.blocks
+        planned = next((s for s in self.stack.together if s.stop == blocks.stop), range(0))
+        first = own[planned.start : planned.stop] if len(planned) > 1 else ()
+        return GatheredRecompute(call, own[blocks.start : blocks.stop], first)
 
     def between(self, what: str) -> None:
         """Something else than a block of this stack was called."""

@@ -6,6 +6,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,3 +147,24 @@ def mixed_precision_of(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return getattr(fully_shard.state(module), "_mp_policy", None)  # type: ignore[attr-defined]
+
+
+# What FSDP2 keeps of ``set_modules_to_forward_prefetch``, which can be set and not read.
+FORWARD_PREFETCH = "_states_to_forward_prefetch"
+
+
+@contextmanager
+def forward_prefetch_put_off(module: Any) -> Iterator[None]:
+    """Within this, FSDP2 gathers no other module ahead when ``module`` runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    listed = getattr(state, FORWARD_PREFETCH, None)
+    if not listed:
+        yield
+        return
+    setattr(state, FORWARD_PREFETCH, [])
+    try:
+        yield
+    finally:
+        setattr(state, FORWARD_PREFETCH, listed)

@@ -150,6 +150,16 @@ def _mixed_precision() -> bool:
     return "_mp_policy" in FSDPState.init.__code__.co_names  # what needs a process group is not run
 
 
+def _forward_prefetch() -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    setter = FSDPModule.set_modules_to_forward_prefetch.__code__
+    return of_torch.FORWARD_PREFETCH in setter.co_names and hasattr(
+        FSDPState(), of_torch.FORWARD_PREFETCH
+    )
+
+
 def _fake_tensors() -> bool:
     mode = of_fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     with of_fake_tensors.constants_up_to(8), of_fake_tensors.parameters_replaced(), mode:
@@ -303,6 +313,12 @@ NAMES = tuple(
             "to warn of torch 2.11 and 2.12, which do not repeat FSDP2's cast of inputs",
             "that warning is not given",
             _mixed_precision,
+        ),
+        (
+            "FSDPState._states_to_forward_prefetch",
+            "so that a recompute gathers no weights ahead (set_modules_to_forward_prefetch)",
+            "segments gather weights for nothing in backward, and ranks that differ may hang",
+            _forward_prefetch,
         ),
         (
             "torch._subclasses, Module._apply, graph._engine_run_backward",
