@@ -13,16 +13,16 @@ from ..model.fsdp import gather, no_forward_prefetch
 
 
 class GatheredRecompute:
-    """Calls ``function``, which runs ``blocks``, and from the second time on as a recompute.
+    """Calls ``function``, which runs ``modules``, and from the second time on as a recompute.
 
     The weights of ``first`` are gathered before that.
     """
 
     def __init__(
-        self, function: Callable[..., Any], blocks: Sequence[Module], first: Sequence[Module]
+        self, function: Callable[..., Any], modules: Sequence[Module], first: Sequence[Module]
     ):
         self.function = function
-        self.blocks = blocks
+        self.modules = modules
         self.first = first
         self._ran = False
 
@@ -31,5 +31,5 @@ class GatheredRecompute:
             self._ran = True
             return self.function(*args, **kwargs)
         gather(self.first)
-        with no_forward_prefetch(self.blocks):
+        with no_forward_prefetch(self.modules):
             return self.function(*args, **kwargs)
