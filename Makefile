@@ -17,8 +17,8 @@ demo: .venv/installed
 test: .venv/quantized
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
-# What takes a compiler, or every family at its real width.
-slow: .venv/quantized
+# What takes a compiler, or every family at its real width; and DeepSpeed, which builds an operator as it starts.
+slow: .venv/quantized .venv/deepspeed
 	$(BIN)/pytest -n auto --dist worksteal -m slow
 
 # The type checker wants the package as it is installed: under one name, in one tree.
@@ -56,6 +56,13 @@ bench: .venv/installed
 	@echo "Installing torchao and bitsandbytes for the tests; later starts skip it."
 	rm -rf $@
 	$(PIP) --no-deps --target $@ torchao bitsandbytes
+
+# Likewise in a folder of its own. DeepSpeed builds what it needs when it runs.
+.venv/deepspeed: .venv/installed
+	@echo "Installing DeepSpeed for the slow tests; later starts skip it."
+	rm -rf $@
+	$(PIP) setuptools wheel
+	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target $@ "deepspeed>=0.19.8" hjson msgpack py-cpuinfo ninja
 
 # By itself: with SciPy, transformers takes a third of a second longer to import.
 .venv/sweep: .venv/installed

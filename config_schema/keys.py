@@ -249,6 +249,7 @@ class TrainerKeys(_Keys):
     ] = 0
     fsdp_enable: Annotated[bool, BeforeValidator(switch())] = False
     fsdp_activation_checkpointing: Annotated[bool, BeforeValidator(switch())] = False
+    deepspeed_config: Annotated[Any, BeforeValidator(json_value)] = None
 
 
 def _aliases(model: type[BaseModel]) -> tuple[str, ...]:

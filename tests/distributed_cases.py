@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from datetime import timedelta
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
@@ -44,7 +45,12 @@ from training import add_lora, keys, model_and_inputs, warned
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
-from simpletuner_segckpt import SegmentBroken, UnsupportedModel, fully_shard_segments
+from simpletuner_segckpt import (
+    SegmentBroken,
+    UnsupportedModel,
+    fully_shard_segments,
+    sharding_units,
+)
 from simpletuner_segckpt.model.interception import RECEIVER, Intercepted
 from simpletuner_segckpt.verify.step import SEED, Step, loss_of, step
 
@@ -65,7 +71,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 # Models, and what is observed of a step.
 
 
-def build(name: str) -> tuple[Any, dict[str, Any]]:
+def build(name: str, **depth: int) -> tuple[Any, dict[str, Any]]:
     """A model with the same weights on both ranks, and inputs of each rank's own."""
     torch.manual_seed(0)
     if name == "llama":
@@ -75,7 +81,7 @@ def build(name: str) -> tuple[Any, dict[str, Any]]:
         torch.manual_seed(dist.get_rank())
         return model, {"input_ids": torch.randint(0, 50, (2, 7)), "use_cache": False}
     model, inputs = (
-        toy(WithDoor, depth=3) if name == "toy" else model_and_inputs(name, **DEPTH[name])
+        toy(WithDoor, depth=3) if name == "toy" else model_and_inputs(name, **DEPTH[name] | depth)
     )
     torch.manual_seed(dist.get_rank())
     for key in ("hidden_states", "encoder_hidden_states"):
@@ -324,6 +330,40 @@ def fsdp2_ranks_differ(name: str) -> dict[str, Any]:
     return {"differences": found, "seen": segments(installation), "said": messages}
 
 
+def fsdp2_prefetch(interval: int, forward: int, backward: int) -> dict[str, Any]:
+    """A unit for each block, which gathers that many of those after, or before, it ahead.
+
+    Three ways: without checkpointing, with the model's own, with the schedule. In the third step
+    one rank alone passes a residual, so that its blocks run one by one.
+    """
+    runs = {}
+    for way in ("plain", "own", "schedule"):
+        model, inputs = build("flux", num_layers=4, num_single_layers=4)
+        shard("flux", model, None, "block", MixedPrecisionPolicy())
+        units = blocks("flux", model)
+        for index, unit in enumerate(units):
+            if forward:
+                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + forward])
+            if backward:
+                before = units[max(index - backward, 0) : index]
+                unit.set_modules_to_backward_prefetch(before[::-1])
+        if way == "own":
+            model.enable_gradient_checkpointing()
+        elif way == "schedule":
+            installation = simpletuner_segckpt.apply(model, keys(interval))
+        runs[way] = [observed(model, inputs) for _ in range(2)]
+        residual = {"controlnet_block_samples": [torch.ones(1, 1, 1)]}
+        runs[way].append(observed(model, inputs | (residual if dist.get_rank() == 0 else {})))
+        seen = way == "schedule" and segments(installation)
+        runs[way].append(observed(model, inputs))
+    steps = {way: [run for run, _ in run_steps] for way, run_steps in runs.items()}
+    return {
+        "differences": differences(steps["schedule"], steps["plain"]),
+        "gathers": {way: [gathers for _, gathers in run_steps] for way, run_steps in runs.items()},
+        "seen": seen,
+    }
+
+
 def fsdp2_broken() -> dict[str, Any]:
     """A loop begins to use the state between its blocks: the step is refused, and repeated."""
     runs = []
@@ -365,13 +405,50 @@ def old_torch() -> dict[str, Any]:
 
 
 def sharded_twice() -> dict[str, Any]:
+    """What is said where blocks are sharded already: by themselves, with the model, by FSDP1."""
+    said = []
+
+    def refused(model: Module) -> None:
+        try:
+            fully_shard_segments(model, keys(2))
+        except UnsupportedModel as error:
+            said.append(str(error))
+
+    refused(fully_shard_segments(build("toy")[0], keys(2)))
+    model, _ = build("flux")
+    fully_shard(model.single_transformer_blocks[1])
+    refused(model)
     model, _ = build("toy")
-    fully_shard_segments(model, keys(2))
-    try:
-        fully_shard_segments(model, keys(2))
-    except UnsupportedModel as error:
-        return {"refused": str(error)}
-    return {}
+    refused(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+    return {"said": said}
+
+
+def sharded_before() -> dict[str, Any]:
+    """An embedding and a part of a block are units already; options that differ, and lists."""
+    runs = []
+    for scheduled in (False, True):
+        model, inputs = build("flux", num_layers=4, num_single_layers=4)
+        fully_shard(model.x_embedder)
+        fully_shard(model.transformer_blocks[1].ff)
+        order = blocks("flux", model)
+        units = [[order.index(block) for block in unit] for unit in sharding_units(model, keys(2))]
+        fully_shard_segments(
+            model,
+            keys(2),
+            last={"reshard_after_forward": False},
+            root={"reshard_after_forward": True},
+            forward_prefetch=2,
+            backward_prefetch=1,
+        )
+        if scheduled:
+            simpletuner_segckpt.apply(model, keys(2))
+        runs.append([observed(model, inputs) for _ in range(3)])
+    steps = [[run for run, _ in run_steps] for run_steps in runs]
+    return {
+        "differences": differences(*reversed(steps)),
+        "gathers": [[gathers for _, gathers in run_steps] for run_steps in runs],
+        "units": units,
+    }
 
 
 # FSDP1.
@@ -503,6 +580,8 @@ FSDP2_BF16 = [
     ("llama", "segment", "apply, shard", 2),
     ("llama", "block", "shard, apply", 4),
 ]
+# Interval, and how many units are gathered ahead in forward and in backward.
+PREFETCH = [(2, 2, 0), (2, 2, 2), (4, 0, 0)]
 FSDP1 = [
     ("flux", "apply, shard"),
     ("flux", "shard, apply"),
@@ -531,11 +610,15 @@ def cases() -> dict[str, Any]:
     for name, unit, order, interval in FSDP2_BF16:
         run = partial(fsdp2, name, unit, order, interval, bf16=True)
         found[f"fsdp2 bf16 {name} {unit} {order} {interval}"] = run
+    for interval, forward, backward in PREFETCH:
+        run = partial(fsdp2_prefetch, interval, forward, backward)
+        found[f"fsdp2 prefetch {interval} {forward} {backward}"] = run
     found["fsdp2 accumulation"] = fsdp2_accumulation
     found["fsdp2 lora"] = fsdp2_lora
     found["fsdp2 broken"] = fsdp2_broken
     found["old torch"] = old_torch
     found["sharded twice"] = sharded_twice
+    found["sharded before"] = sharded_before
     for kind, order in (*ACCELERATE, ("FSDP2 activation checkpointing", "apply, prepare")):
         found[f"accelerate {kind} {order}"] = partial(accelerated, kind, order)
     for name in ("ddp", "fsdp2"):
@@ -545,7 +628,7 @@ def cases() -> dict[str, Any]:
 
 def main(path: str, only: str = "") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))  # ranks that wait for each other
     results = {}
     for name, case in cases().items():
         if only not in name:

@@ -56,6 +56,20 @@ FAULTS = [
         "return mine is other",
     ),
     Fault(
+        "ranks gather a segment in different orders",
+        "distributed",
+        "recompute/gathered.py",
+        "        gather(self.first)",
+        "        pass",
+    ),
+    Fault(
+        "a recompute gathers the weights of blocks that are done",
+        "distributed",
+        "model/fsdp.py",
+        "            undo.enter_context(forward_prefetch_put_off(module))",
+        "            pass",
+    ),
+    Fault(
         "reads between blocks are not seen",
         "unseen",
         "engine/watched.py",

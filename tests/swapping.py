@@ -63,12 +63,16 @@ class Releaser:
     """Gathers and releases the weights of every module with hooks of its own, as ZeRO-3 does.
 
     ``frees``: whether the memory is freed under the tensors, as FSDP does, or they become empty.
+    ``frozen``: whether it is that of frozen weights only. ``whole``: whether a block has the hooks.
     """
 
-    def __init__(self, blocks, frees: bool):
+    def __init__(self, blocks, frees: bool, frozen: bool = False, whole: bool = False):
         self.frees = frees
+        self.frozen = frozen
+        self.whole = whole
         self.handles = []
-        modules = [m for block in blocks for m in block.modules() if m._parameters]
+        inside = [m for block in blocks for m in block.modules()]
+        modules = [m for m in (blocks if whole else inside) if self.own(m)]
         self.full = {m: {n: p.detach().clone() for n, p in self.own(m)} for m in modules}
         for module in modules:
             self.handles += [
@@ -79,9 +83,9 @@ class Releaser:
             ]
             self.release(module)
 
-    @staticmethod
-    def own(module):
-        return list(module.named_parameters(recurse=False))
+    def own(self, module):
+        found = module.named_parameters(recurse=self.whole)
+        return [(name, p) for name, p in found if not (self.frozen and p.requires_grad)]
 
     def gather(self, module, *_):
         for name, parameter in self.own(module):

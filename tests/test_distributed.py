@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_cases import ACCELERATE, DDP, FSDP1, FSDP2, FSDP2_BF16, STACKS
+from distributed_cases import ACCELERATE, DDP, FSDP1, FSDP2, FSDP2_BF16, PREFETCH, STACKS
 from filelock import FileLock
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toys import WithDoor, toy
@@ -169,6 +169,21 @@ def test_ranks_may_call_a_sharded_model_in_different_ways(ranks):
     assert records[1]["said"] == []
 
 
+@pytest.mark.parametrize(("interval", "forward", "backward"), PREFETCH)
+def test_weights_are_gathered_as_the_models_own_checkpointing_does(
+    ranks, interval, forward, backward
+):
+    """Whatever is gathered ahead, and when one rank alone runs block by block."""
+    records = ranks(f"fsdp2 prefetch {interval} {forward} {backward}")
+    blocks = range(4)
+    segments = [list(blocks[start : start + interval]) for start in blocks[::interval]]
+    alone = [[block] for block in blocks]
+    for record, seen in zip(records, (alone, segments), strict=True):
+        assert record["differences"] == []
+        assert record["seen"] == dict.fromkeys(STACKS["flux"], seen)
+        assert record["gathers"] == dict.fromkeys(("plain", "own", "schedule"), [1 + 2 * 8] * 4)
+
+
 def test_a_step_that_was_refused_can_be_repeated_on_shards(ranks):
     for record in ranks("fsdp2 broken"):
         assert record["refused"]
@@ -186,7 +201,23 @@ def test_versions_of_torch_whose_recompute_leaves_out_the_cast(ranks):
 
 def test_sharding_twice_is_refused(ranks):
     for record in ranks("sharded twice"):
-        assert record["refused"] == "SEG501 FSDPWithDoor is sharded already; shard it once only"
+        assert record["said"] == [
+            f"SEG501 {name} is sharded already, and the blocks of `{path}` with it; "
+            "shard them once only, units before the model"
+            for name, path in (
+                ("FSDPWithDoor: the model", "blocks"),
+                (f"FluxTransformer2DModel: `{STACKS['flux'][1]}.1`", STACKS["flux"][1]),
+                ("WithDoor: the model", "blocks"),
+            )
+        ]
+
+
+def test_what_is_sharded_before_stays_a_unit(ranks):
+    """A gather in forward and one in backward, but for the last unit, which stays gathered."""
+    for record in ranks("sharded before"):
+        assert record["differences"] == []
+        assert record["units"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        assert record["gathers"] == [[2 * (4 + 3) - 1] * 3] * 2
 
 
 @pytest.mark.parametrize(("name", "order"), FSDP1)

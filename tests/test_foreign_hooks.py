@@ -107,6 +107,55 @@ def test_weights_that_are_gathered_and_released_around_every_module(kind, interv
     assert strategies(installation) == {"segmented" if interval > 1 else "per-block"}
 
 
+def adapted():
+    """A small Flux with LoRA, whose own weights are frozen, and its blocks."""
+    model, inputs = model_and_inputs("flux", num_layers=2, num_single_layers=2)
+    model.requires_grad_(False)
+    add_lora(model)
+    return model, inputs, [*model.transformer_blocks, *model.single_transformer_blocks]
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("frees", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_frozen_weights_that_are_gathered_and_released_under_adapters(whole, frees, when):
+    """torch holds frozen weights themselves, so their shapes are those of the moment it looks."""
+    model, inputs, blocks = adapted()
+    expected = step(model, inputs)
+    attach = partial(Releaser, blocks, frees, frozen=True, whole=whole)
+    installation, _ = around(model, inputs, keys(2), when, attach)
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert strategies(installation) == {"per-block"}
+
+
+def test_kept_operators_and_hooks_that_compute_inside_blocks():
+    """Weights come in once more in a recompute: right where torch allows it, or one sentence."""
+    model, inputs, blocks = adapted()
+    expected = step(model, inputs)
+    simpletuner_segckpt.apply(model, keys(2) | {"gradient_checkpointing_keep": "attention"})
+    brought = []
+
+    class OnceMore(Releaser):
+        def gather(self, module, *_):
+            super().gather(module)
+            for _, parameter in self.own(module) if brought else ():
+                parameter.data.copy_(parameter.data.clone())
+
+    OnceMore(blocks, frees=True, frozen=True)
+
+    def run(**inputs):
+        output = model(**inputs)
+        brought.append(True)
+        return output
+
+    if torch.__version__ < "2.13":
+        assert step(model, inputs, run=run) == expected
+        return
+    with pytest.raises(RecomputeError, match="leave that key out \\(aten.c"):
+        step(model, inputs, run=run)
+
+
 # Weights that the loop itself moves, between its blocks.
 
 

@@ -717,6 +717,39 @@ def test_module_and_console_script(tmp_path):
     assert subprocess.run([scripts / "segckpt", "nonsense"], capture_output=True).returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            {"zero_optimization": {"stage": 3}},
+            "SEG402 warning: `deepspeed_config` has ZeRO stage 3",
+        ),
+        ('{"zero_stage": "3"}', "SEG402 warning: `deepspeed_config` has ZeRO stage 3"),
+        ("zero3.json", "SEG402 warning: `deepspeed_config` has ZeRO stage 3"),
+        ({"deepspeed_config_file": "zero3.json"}, "SEG402 warning: `deepspeed_config` has ZeRO"),
+        (
+            "gone.json",
+            "SEG203 warning: `deepspeed_config` is not read, since it is neither JSON nor",
+        ),
+        ([3], "SEG203 warning: `deepspeed_config` is not read, since it holds no object"),
+        ({"zero_optimization": {"stage": 2}}, ""),
+        ({"zero_optimization": [3]}, ""),
+        ("None", ""),
+    ],
+    ids=str,
+)
+def test_the_zero_stage_of_deepspeed(config, says, validate, tmp_path):
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    code, out = validate({"model_family": "flux", INTERVAL: 2, "deepspeed_config": config})
+    assert code == 0
+    assert says in out
+    assert ("SEG" in out) == bool(says)
+    strategy = "per-block" if says.startswith("SEG402") else "segmented"
+    assert f"family flux, strategy {strategy}" in out
+    _, out = validate({"model_family": "flux", "deepspeed_config": {"zero_stage": 3}})
+    assert "SEG" not in out
+
+
 # Whatever bytes stand in the file.
 
 spellings = st.sampled_from(

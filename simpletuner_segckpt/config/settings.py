@@ -21,6 +21,7 @@ from ..config_schema import (
 )
 from ..messages.errors import ConfigError
 from ..messages.findings import Finding, Severity
+from . import deepspeed
 from .file import ConfigFile, read_config_file
 
 Keys = TypeVar("Keys", bound=BaseModel)
@@ -96,6 +97,9 @@ def check_settings(file: ConfigFile) -> tuple[Settings | None, list[Finding]]:
     trainer = _validated(TrainerKeys, TRAINER_KEYS, file, values, findings)
     if checkpointing is not None:
         _warn(checkpointing, file, values, findings)
+        if trainer is not None:
+            key = written(file, deepspeed.KEY)
+            findings += deepspeed.findings_of(file, key, trainer, checkpointing)
     failed = any(finding.severity == "error" for finding in findings)
     if failed or checkpointing is None or trainer is None:
         return None, findings

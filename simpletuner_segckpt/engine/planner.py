@@ -114,6 +114,7 @@ class ForwardPlanner:
             wrappers.gap,
             wrappers.whole,
             carried,
+            planned.segments if planned.strategy == "segmented" else (),
         )
         found = [str(c) for c in conditions if c.concerns(planned.path)]
         if len(blocks) != planned.blocks:

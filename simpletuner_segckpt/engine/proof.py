@@ -35,6 +35,8 @@ class BoundStack:
     whole: CallWrapper = plainly
     carried: Mapping[str, int] = field(default_factory=dict)
     """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
+    together: Sequence[range] = ()
+    """The segments that were planned, also where this forward runs block by block."""
 
 
 @dataclass(frozen=True, slots=True)

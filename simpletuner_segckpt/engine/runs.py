@@ -6,7 +6,9 @@ from typing import Any
 from torch.nn import Module
 
 from ..messages.errors import SegmentBroken
+from ..model.fsdp import may_be_sharded
 from ..model.interception import original_call
+from ..recompute.gathered import GatheredRecompute
 from ..recompute.mismatch import Place
 from ..recompute.state import StatefulRecompute
 from ..recompute.submodules import CallWrapper
@@ -98,10 +100,22 @@ class StackRun:
         wrapper: in the place of the stack's own for blocks that are covered, or not.
         """
         wrapper = wrapper or (self.stack.covered if covered else self.stack.gap)
+        if covered and may_be_sharded():
+            call = self._gathered(blocks, call)
         with tallying() as tally:
             result = wrapper(call, *args, **kwargs)
         self.spans.append(Span(blocks, covered, tally))
         return result
+
+    def _gathered(self, blocks: range, call: Callable[..., Any]) -> GatheredRecompute:
+        """Have FSDP2 gather a planned segment as a whole when the last of its blocks is recomputed.
+
+        Whether it runs as a segment or not: other ranks may do the other.
+        """
+        own = self.stack.blocks
+        planned = next((s for s in self.stack.together if s.stop == blocks.stop), range(0))
+        first = own[planned.start : planned.stop] if len(planned) > 1 else ()
+        return GatheredRecompute(call, own[blocks.start : blocks.stop], first)
 
     def between(self, what: str) -> None:
         """Something else than a block of this stack was called."""

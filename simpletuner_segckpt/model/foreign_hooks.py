@@ -120,6 +120,11 @@ def _hook_on(block: Any) -> str | None:
     return None
 
 
+def has_hook_inside(blocks: Iterable[Module]) -> bool:
+    """Whether a forward hook of others is on a module inside one of ``blocks``."""
+    return any(_hook_inside(block) for block in blocks)
+
+
 def _hook_inside(block: Module) -> str | None:
     """A forward hook on a module inside the block: what it does after each pass, twice over."""
     for inner in all_modules([block])[1:]:

@@ -6,6 +6,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ NormBase: Any = getattr(
         *(instancenorm.InstanceNorm1d, instancenorm.InstanceNorm2d, instancenorm.InstanceNorm3d),
     ),
 )
+
+# What torch 2.13's selective checkpointing says where a recompute runs an operator once more than
+# its forward did, in a plain RuntimeError.
+OPERATOR_NOT_IN_FORWARD = "encountered during backward but not found in storage"
 
 # What a subclass of Tensor enters to call the functions of its base.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -151,3 +156,24 @@ def mixed_precision_of(module: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return getattr(fully_shard.state(module), "_mp_policy", None)  # type: ignore[attr-defined]
+
+
+# What FSDP2 keeps of ``set_modules_to_forward_prefetch``, which can be set and not read.
+FORWARD_PREFETCH = "_states_to_forward_prefetch"
+
+
+@contextmanager
+def forward_prefetch_put_off(module: Any) -> Iterator[None]:
+    """Within this, FSDP2 gathers no other module ahead when ``module`` runs."""
+    from torch.distributed.fsdp import fully_shard
+
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    listed = getattr(state, FORWARD_PREFETCH, None)
+    if not listed:
+        yield
+        return
+    setattr(state, FORWARD_PREFETCH, [])
+    try:
+        yield
+    finally:
+        setattr(state, FORWARD_PREFETCH, listed)

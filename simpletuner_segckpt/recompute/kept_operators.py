@@ -19,7 +19,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..private.of_torch import TorchDispatchMode, pytree
+from ..messages.errors import RecomputeError
+from ..private.of_torch import OPERATOR_NOT_IN_FORWARD, TorchDispatchMode, pytree
 from ..schedules.tally import tally
 from .contexts import Anew, Contexts, Once, Together
 from .submodules import CallWrapper, treated
@@ -59,7 +60,7 @@ class Kept:
         """
         forward, recompute = create_selective_checkpoint_contexts(self)
         outside: list[AbstractContextManager[Any]] = [forward]
-        again: list[AbstractContextManager[Any]] = [Once(recompute)]
+        again: list[AbstractContextManager[Any]] = [_Following(), Once(recompute)]
         if "attention" in self.kinds:
             outside.append(HandOutCopies())
         if "ffn" in self.kinds:
@@ -86,6 +87,18 @@ class Kept:
             return function(*args, **kwargs)
         finally:
             self.depth -= 1
+
+
+class _Following(AbstractContextManager[None]):
+    """Says of a recompute that runs operators which its forward did not that ``keep`` cannot be."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError) and OPERATOR_NOT_IN_FORWARD in str(error):
+            raise RecomputeError(
+                "a recompute runs operators that its forward did not, as hooks do that bring in "
+                "weights inside a block, so gradient_checkpointing_keep cannot tell what it kept; "
+                f"leave that key out ({str(error).partition(' encountered')[0]})"
+            ) from error
 
 
 class HandOutCopies(TorchDispatchMode):

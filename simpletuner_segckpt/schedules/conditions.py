@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..config.deepspeed import zero_stage
 from ..config_schema import TrainerKeys
 
 
@@ -74,6 +75,9 @@ def config_conditions(trainer: TrainerKeys) -> list[Condition]:
         for key, reason in CONFIG_CONDITIONS.items()
         if _is_set(trainer, key)
     ]
+    if sharding_stage(trainer) == 3:
+        reason = "ZeRO stage 3 gathers and releases the weights of every module by hooks"
+        found.append(Condition("config", "deepspeed_config", reason))
     if trainer.fsdp_enable and trainer.fsdp_activation_checkpointing:
         found.append(
             Condition(
@@ -84,6 +88,14 @@ def config_conditions(trainer: TrainerKeys) -> list[Condition]:
             )
         )
     return found
+
+
+def sharding_stage(trainer: TrainerKeys) -> int | None:
+    """The ZeRO stage of DeepSpeed that the trainer uses, where its config can be read."""
+    try:
+        return zero_stage(trainer.deepspeed_config)
+    except ValueError:
+        return None  # which a finding says
 
 
 def _is_set(trainer: TrainerKeys, key: str) -> bool:
