@@ -187,7 +187,7 @@ def _train(name: str, wrapped: Any, inputs: dict[str, Any], installation: Any) -
     elif name == "llama":
         train(output_hidden_states=True)
     else:
-        hook = blocks(name, model)[1].register_forward_hook(lambda *_: None)
+        hook = blocks(name, model)[0].register_forward_hook(lambda *_: None)
         train()
         hook.remove()
     train()

@@ -115,7 +115,7 @@ FAULTS = [
         "hooks of others are not looked for",
         "conditions",
         "engine/planner.py",
-        "found += map(str, model_conditions(planned.path, blocks))",
+        "hooks = hook_boundaries(planned.path, blocks, alone=not self.described)",
         "pass",
     ),
     Fault(

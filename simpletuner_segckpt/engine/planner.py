@@ -10,7 +10,7 @@ from torch.nn import Module
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
 from ..model.compiled import too_old
-from ..model.foreign_hooks import model_conditions, refuse_hooks, swap_manager
+from ..model.foreign_hooks import hook_boundaries, hook_everywhere, refuse_hooks, swap_manager
 from ..model.fsdp import are_sharded, recompute_fault
 from ..model.stacks import blocks_of
 from ..model.wrappers import is_compiled, recomputes_itself
@@ -20,7 +20,7 @@ from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, c
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
 from ..schedules.schedule import Schedule, make_schedules
-from .call_shapes import CallShape, ProofTable, call_shape
+from .call_shapes import CallShape, ProofTable, call_shape, with_hooks
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof
@@ -122,12 +122,17 @@ class ForwardPlanner:
             self.messages.warn("left-to-others", message)
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
         refuse_hooks(planned, blocks)
+        hooks: dict[int, str] = {}
         if planned.strategy == "segmented" and not found:
-            found += map(str, model_conditions(planned.path, blocks))
+            # Segments of what nobody described are tried out: a hook would act once more.
+            hooks = hook_boundaries(planned.path, blocks, alone=not self.described)
+            everywhere = hook_everywhere()
+            found += [str(everywhere)] if everywhere else _against_segments(planned.schedule, hooks)
         if found and planned.strategy == "segmented":
             self._say_per_block(planned.path, found[0])
         if found or planned.strategy != "segmented":
             return StackRun(stack, found[0] if found else planned.reason)
+        shape = with_hooks(shape, hooks)
         proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
         if proof is None:
@@ -137,8 +142,12 @@ class ForwardPlanner:
                 reason = "a new shape of call cannot be tried out in segments on sharded blocks"
                 self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
                 return StackRun(stack, reason)
-            return RecordingRun(stack, shape, replay=not self.described)
-        if proof.reason:
+            return RecordingRun(stack, shape, replay=not self.described, hooks=hooks)
+        if proof.reason and _has_segments(proof.schedule):
+            self.messages.warn(
+                "block-by-block", f"segments of {planned.path} end early: {proof.reason}"
+            )
+        elif proof.reason:
             self._say_per_block(planned.path, proof.reason)
         stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
@@ -216,3 +225,13 @@ class ForwardPlanner:
 
     def _say_per_block(self, path: str, reason: str) -> None:
         self.messages.warn("block-by-block", f"{path} runs block by block: {reason}")
+
+
+def _against_segments(schedule: Schedule, hooks: Mapping[int, str]) -> list[str]:
+    """Why hooks at these boundaries leave no segment of several blocks, if they do that."""
+    inside = [hooks[k] for segment in schedule.segments for k in segment[:-1] if k in hooks]
+    return [] if _has_segments(schedule.cut(frozenset(hooks))) else inside[:1]
+
+
+def _has_segments(schedule: Schedule) -> bool:
+    return any(len(segment) > 1 for segment in schedule.segments)

@@ -186,10 +186,26 @@ def _diffusers_hooks() -> bool:
         _is_stateful = True
 
     module = nn.Linear(1, 1)
-    before = of_libraries.has_diffusers_hooks(module)
+    before = bool(of_libraries.diffusers_hooks(module))
     HookRegistry.check_if_exists_or_initialize(module).register_hook(Stateful(), "mine")
     hooks = of_libraries.diffusers_hooks(module)
     return not before and of_libraries.is_stateful(hooks["mine"]) and not ModelHook._is_stateful
+
+
+def _sides_of_hooks() -> bool:
+    found = []
+    for library in ("diffusers", "accelerate"):
+        base: Any = import_module(f"{library}.hooks").ModelHook
+        after = type("After", (base,), {"post_forward": lambda *_: None})()
+        found += [of_libraries.overridden(after, f"{side}_forward") for side in ("pre", "post")]
+        found.append(of_libraries.overridden(base(), "post_forward"))
+    return found == [False, True, False] * 2
+
+
+def _context_parallel() -> bool:
+    hooks: Any = import_module("diffusers.hooks.context_parallel")
+    kinds = (hooks.ContextParallelSplitHook, hooks.ContextParallelGatherHook)
+    return all(of_libraries.splits_context(kind({}, None)) for kind in kinds)
 
 
 def _peft() -> bool:
@@ -321,6 +337,18 @@ NAMES = tuple(
             "to see offloading and caches of diffusers",
             "they are not refused where they are wrong",
             _diffusers_hooks,
+        ),
+        (
+            "diffusers.hooks.hooks and accelerate.hooks, where ModelHook is",
+            "to see on which side of a block one of their hooks acts",
+            "segments end on both sides of such blocks",
+            _sides_of_hooks,
+        ),
+        (
+            "diffusers.hooks.context_parallel",
+            "to know the hooks that hand each process its part of a tensor",
+            "segments end at the blocks that carry them",
+            _context_parallel,
         ),
         (
             "transformers.utils.output_capturing",
