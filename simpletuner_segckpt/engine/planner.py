@@ -14,8 +14,10 @@ from ..model.foreign_hooks import hook_boundaries, hook_everywhere, refuse_hooks
 from ..model.fsdp import are_sharded, recompute_fault
 from ..model.stacks import blocks_of
 from ..model.wrappers import is_compiled, recomputes_itself
+from ..private.of_libraries import has_ring_attention
 from ..private.of_torch import inside_checkpoint
 from ..recompute.backend import Backend, BlockWrappers
+from ..recompute.reread import read_again
 from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, call_conditions
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
@@ -75,7 +77,7 @@ class ForwardPlanner:
         shape = call_shape(arguments, module.training, self.named)
         if fault := recompute_fault(module):
             self.messages.warn("sharded", fault)
-        wrappers = self.backend.begin()
+        wrappers = self.backend.begin((read_again,) if has_ring_attention(module) else ())
         runs = [self._run(module, s, wrappers, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval

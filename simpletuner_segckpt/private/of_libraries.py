@@ -30,6 +30,8 @@ RECOMPUTE_HOOK = "LoraModel._enable_peft_forward_hooks."
 _DIFFUSERS_HOOKS = "_diffusers_hook"
 # diffusers, accelerate: where the class is that their hooks are derived from.
 _HOOK_BASES = ("diffusers.hooks.hooks", "accelerate.hooks")
+# diffusers: what a model's `enable_parallelism` was given.
+_PARALLEL = "_parallel_config"
 # diffusers: the hooks of its context parallelism.
 _CONTEXT_MODULE = "diffusers.hooks.context_parallel"
 _CONTEXT_PARALLEL = ("ContextParallelSplitHook", "ContextParallelGatherHook")
@@ -52,6 +54,12 @@ def splits_context(hook: Any) -> bool:
     That is a function of the tensor alone, wherever it stands and how often it runs.
     """
     return type(hook).__name__ in _CONTEXT_PARALLEL and type(hook).__module__ == _CONTEXT_MODULE
+
+
+def has_ring_attention(model: Any) -> bool:
+    """Whether a model's attention is spread over processes in a ring, by diffusers."""
+    parallel = getattr(getattr(model, _PARALLEL, None), "context_parallel_config", None)
+    return parallel is not None and parallel.ring_degree > 1
 
 
 def overridden(hook: Any, method: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,15 @@ def _dispatch_mode() -> bool:
     return torch.ops.aten.add.Tensor in seen
 
 
+def _exchanges() -> bool:
+    operators: Any = torch.ops._c10d_functional
+    exchanges = (operators.all_to_all_single.default, operators.all_gather_into_tensor.default)
+    tensor = torch.ones(1)
+    others = (operators.all_reduce.default, operators.wait_tensor.default)
+    known = all(map(of_torch.is_exchange, exchanges)) and not any(map(of_torch.is_exchange, others))
+    return known and of_torch.finished(tensor) is tensor
+
+
 def _disabled_subclass() -> bool:
     class Loud(torch.Tensor):
         @classmethod
@@ -82,6 +92,15 @@ def _inside_checkpoint() -> bool:
 
     checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=False)
     return seen == [True] and not of_torch.inside_checkpoint()
+
+
+def _current_backward() -> bool:
+    seen = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda _: seen.append(of_torch.current_backward()))
+    for _ in range(2):
+        tensor.sum().backward()
+    return len(set(seen)) == 2 and None not in seen and of_torch.current_backward() is None
 
 
 def _versions() -> bool:
@@ -205,7 +224,13 @@ def _sides_of_hooks() -> bool:
 def _context_parallel() -> bool:
     hooks: Any = import_module("diffusers.hooks.context_parallel")
     kinds = (hooks.ContextParallelSplitHook, hooks.ContextParallelGatherHook)
-    return all(of_libraries.splits_context(kind({}, None)) for kind in kinds)
+    from diffusers import ContextParallelConfig, ModelMixin
+
+    model = ModelMixin()
+    there = not of_libraries.has_ring_attention(model)
+    model._parallel_config = SimpleNamespace(context_parallel_config=ContextParallelConfig(2))
+    there = there and of_libraries.has_ring_attention(model)
+    return there and all(of_libraries.splits_context(kind({}, None)) for kind in kinds)
 
 
 def _peft() -> bool:
@@ -255,6 +280,12 @@ NAMES = tuple(
             _dispatch_mode,
         ),
         (
+            "torch.ops._c10d_functional",
+            "to keep what processes exchange for an attention",
+            "keep repeats that communication",
+            _exchanges,
+        ),
+        (
             "torch._C.DisableTorchFunctionSubclass",
             "to carry on with a watched tensor's own value",
             "no model can have a schedule",
@@ -265,6 +296,12 @@ NAMES = tuple(
             "to see a checkpoint call of somebody else around the model",
             "such a call is not noticed",
             _inside_checkpoint,
+        ),
+        (
+            "torch._C._current_graph_task_id",
+            "to give diffusers' ring attention what it saved more than once",
+            "it has no backward under a checkpoint call",
+            _current_backward,
         ),
         (
             "Tensor._version and Tensor._base",
@@ -345,9 +382,9 @@ NAMES = tuple(
             _sides_of_hooks,
         ),
         (
-            "diffusers.hooks.context_parallel",
-            "to know the hooks that hand each process its part of a tensor",
-            "segments end at the blocks that carry them",
+            "diffusers.hooks.context_parallel, ModelMixin._parallel_config",
+            "to know the hooks that hand each process its part of a tensor, and ring attention",
+            "segments end at the blocks that carry them, and ring attention has no backward",
             _context_parallel,
         ),
         (
