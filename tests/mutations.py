@@ -119,6 +119,20 @@ FAULTS = [
         "pass",
     ),
     Fault(
+        "a segment does not end at a hook inside of it",
+        "foreign_hooks",
+        "engine/recording.py",
+        "known = self._boundaries | self._hooks",
+        "known = self._boundaries",
+    ),
+    Fault(
+        "what processes exchange is sent again",
+        "distributed",
+        "private/of_torch.py",
+        "return operator.name() in _EXCHANGES",
+        "return False",
+    ),
+    Fault(
         "a checkpoint call of others is not seen",
         "hard_cases",
         "private/of_torch.py",
