@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from datetime import timedelta
 from functools import partial
@@ -21,12 +22,17 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin
+from diffusers import ContextParallelConfig
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import (
@@ -59,6 +65,8 @@ STACKS = {
     "auraflow": ("joint_transformer_blocks", "single_transformer_blocks"),
     "llama": ("model.layers",),
     "toy": ("blocks",),
+    "wan": ("blocks",),
+    "sd3": ("transformer_blocks",),
 }
 DEPTH = {
     "flux": {"num_layers": 3, "num_single_layers": 3},
@@ -114,6 +122,17 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.gathers += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts functional collectives. (What waits for one, or wraps its result, is none.)"""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        library, _, name = func.name().partition("::")
+        self.count += library == "_c10d_functional" and not name.startswith(("wait_", "_wrap"))
         return func(*args, **(kwargs or {}))
 
 
@@ -193,7 +212,7 @@ def _train(name: str, wrapped: Any, inputs: dict[str, Any], installation: Any) -
     elif name == "llama":
         train(output_hidden_states=True)
     else:
-        hook = blocks(name, model)[1].register_forward_hook(lambda *_: None)
+        hook = blocks(name, model)[0].register_forward_hook(lambda *_: None)
         train()
         hook.remove()
     train()
@@ -527,6 +546,113 @@ def _accelerator(kind: str) -> Accelerator:
     return accelerator
 
 
+# diffusers' context parallelism.
+
+
+class JointAttention:
+    """For SD3, whose own processor knows nothing of other processes."""
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None):
+        def heads(linear, norm, states):
+            split = linear(states).unflatten(-1, (attn.heads, -1))
+            return split if norm is None else norm(split)
+
+        image = hidden_states.shape[1]
+        query = heads(attn.to_q, attn.norm_q, hidden_states)
+        key = heads(attn.to_k, attn.norm_k, hidden_states)
+        value = heads(attn.to_v, None, hidden_states)
+        if encoder_hidden_states is not None:
+            text = encoder_hidden_states
+            query = torch.cat([query, heads(attn.add_q_proj, attn.norm_added_q, text)], dim=1)
+            key = torch.cat([key, heads(attn.add_k_proj, attn.norm_added_k, text)], dim=1)
+            value = torch.cat([value, heads(attn.add_v_proj, None, text)], dim=1)
+        result = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        ).flatten(2, 3)
+        own = attn.to_out[1](attn.to_out[0](result[:, :image]))
+        if encoder_hidden_states is None:
+            return own
+        other = result[:, image:]
+        return own, other if attn.context_pre_only else attn.to_add_out(other)
+
+
+SD3_PLAN = {
+    "transformer_blocks.0": {
+        name: ContextParallelInput(split_dim=1, expected_dims=3)
+        for name in ("hidden_states", "encoder_hidden_states")
+    },
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+
+@contextmanager
+def flash_attention_on_cpu():
+    """Give the operator that diffusers' ring attention calls a kernel for CPU: that of its like."""
+    aten = torch.ops.aten
+
+    def forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+        alike = aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = alike(q, k, v, dropout_p, is_causal, scale=scale)
+        nothing = torch.empty(0, dtype=torch.int64)
+        return out, lse, nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
+
+    def backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, *_, scale=None):
+        alike = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return alike(grad, q, k, v, out, lse, dropout_p, is_causal, scale=scale)
+
+    name = "_scaled_dot_product_flash_attention"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, forward, "CPU")
+        library.impl(f"{name}_backward", backward, "CPU")
+        yield
+
+
+def context_parallel(name: str, kind: str) -> dict[str, Any]:
+    """Two steps with a schedule that was there before, one without, and two with kept attention."""
+    torch.manual_seed(0)
+    model, inputs = model_and_inputs(name, **DEPTH.get(name, {}))
+    for module in model.modules() if name == "sd3" else ():
+        if isinstance(module, Attention):
+            module.processor = JointAttention()
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    step(model, inputs)
+    if kind == "ring":
+        model.set_attention_backend("_native_flash")
+    # diffusers divides by the number of accelerators.
+    with patch("torch.accelerator.device_count", lambda: 1):
+        model.enable_parallelism(
+            config=ContextParallelConfig(**{f"{kind}_degree": 2}),
+            cp_plan=SD3_PLAN if name == "sd3" else None,
+        )
+    steps, exchanges, seen, kept = [], [], [], []
+    with heard() as messages, flash_attention_on_cpu():
+        for config in (keys(2), None, keys(2) | {"gradient_checkpointing_keep": ["attention"]}):
+            if config and steps:
+                installation = simpletuner_segckpt.apply(model, config)
+            for _ in range(2 if config else 1):
+                with Exchanges() as collectives:
+                    steps.append(own_shards(step(model, inputs)))
+                exchanges.append(collectives.count)
+            if config:
+                seen.append(segments(installation))
+                kept.append(sum((s.kept for s in installation.effect.stacks), Counter()))
+                installation.remove()
+    return {
+        "differences": differences(steps, [steps[2]] * 5),
+        "exchanges": exchanges,
+        "seen": seen,
+        "kept": kept,
+        "said": messages,
+    }
+
+
 # All of them.
 
 
@@ -594,6 +720,7 @@ ACCELERATE = [
     ("FSDP2", "prepare, apply"),
     ("FSDP2 segments", "apply, prepare"),
 ]
+CONTEXT_PARALLEL = [(name, "ulysses") for name in ("wan", "flux", "sd3")] + [("wan", "ring")]
 
 
 def cases() -> dict[str, Any]:
@@ -621,6 +748,8 @@ def cases() -> dict[str, Any]:
     found["sharded before"] = sharded_before
     for kind, order in (*ACCELERATE, ("FSDP2 activation checkpointing", "apply, prepare")):
         found[f"accelerate {kind} {order}"] = partial(accelerated, kind, order)
+    for name, kind in CONTEXT_PARALLEL:
+        found[f"context parallel {name} {kind}"] = partial(context_parallel, name, kind)
     for name in ("ddp", "fsdp2"):
         found[f"example {name}"] = partial(example, name)
     return found

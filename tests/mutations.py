@@ -129,8 +129,22 @@ FAULTS = [
         "hooks of others are not looked for",
         "conditions",
         "engine/planner.py",
-        "found += map(str, model_conditions(planned.path, blocks))",
+        "hooks = hook_boundaries(planned.path, blocks, alone=not self.described)",
         "pass",
+    ),
+    Fault(
+        "a segment does not end at a hook inside of it",
+        "foreign_hooks",
+        "engine/recording.py",
+        "known = self._boundaries | self._hooks",
+        "known = self._boundaries",
+    ),
+    Fault(
+        "what processes exchange is sent again",
+        "distributed",
+        "private/of_torch.py",
+        "return operator.name() in _EXCHANGES",
+        "return False",
     ),
     Fault(
         "a checkpoint call of others is not seen",

@@ -11,19 +11,24 @@ import pytest
 import torch
 from counting import Counts, counted_parts, described, watched
 from peft import LoraConfig
+from simpletuner_segckpt.config_schema import CheckpointingConfig
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointError
 from toys import WIDTH, WithDoor, toy
 from training import REGISTRY, add_lora, family, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt.model.stacks import blocks_of
 from simpletuner_segckpt.model.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.private.of_torch import inside_checkpoint
 from simpletuner_segckpt.recompute import kept_operators as keep
+from simpletuner_segckpt.recompute.backend import Backend, Recompute
+from simpletuner_segckpt.recompute.reread import read_again
 from simpletuner_segckpt.schedules.report import UNITS
 from simpletuner_segckpt.schedules.tally import tallying
 from simpletuner_segckpt.verify.memory import LiveBytes
@@ -670,6 +675,40 @@ def test_two_backwards_of_one_forward(config, scale):
                 for name, p in model.named_parameters()
                 if p.grad is not None
             )
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sin())
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, grad):
+        [first] = ctx.saved_tensors
+        [second] = ctx.saved_tensors
+        return -grad * (first + second) / 2
+
+
+def test_a_backward_that_reads_twice_what_it_saved():
+    """As diffusers' ring attention does; each of two backwards recomputes once."""
+    runs = []
+
+    def block(x):
+        runs.append(inside_checkpoint())
+        return ReadsTwice.apply(x * x) + x
+
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    [expected] = torch.autograd.grad(block(x).sum(), x)
+    with pytest.raises(CheckpointError, match="already unpacked once"):
+        Recompute()(block, x).sum().backward()
+    runs.clear()
+    backend = Backend(CheckpointingConfig(), None)
+    loss = backend.begin((read_again,)).covered(block, x).sum()
+    for _ in range(2):
+        [found] = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(found, expected)
+    assert runs == [True] * 3
 
 
 def test_what_is_kept_serves_one_backward():

@@ -132,7 +132,9 @@ def test_a_kv_cache_that_identity_cannot_see(keep_last, caplog):
 
 
 @pytest.mark.parametrize("keep_last", [0, 1, 3])
-def test_a_hook_that_captures_a_hidden_state(keep_last, caplog):
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_hook_that_captures_a_hidden_state(block, keep_last, caplog):
+    """Inside a segment, which ends there; at its end, and in a gap, where nothing has to give."""
     model, inputs = model_and_inputs("wan")
     kept = []
 
@@ -149,7 +151,7 @@ def test_a_hook_that_captures_a_hidden_state(keep_last, caplog):
     schedule = make_schedules({"blocks": 5}, 2, 4, keep_last)
     for _ in range(2):
         assert step(model, inputs) == plain
-    handle = model.blocks[1].register_forward_hook(capture)
+    handle = model.blocks[block].register_forward_hook(capture)
     installation.remove()
     expected = step(model, inputs, run=loss_with_capture)
     installation = simpletuner_segckpt.apply(model, keys(2, 4, keep_last))
@@ -158,9 +160,10 @@ def test_a_hook_that_captures_a_hidden_state(keep_last, caplog):
             with counted(model, ["blocks"]) as calls:
                 assert step(model, inputs, run=loss_with_capture) == expected
             check_calls(calls, schedule)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "forward hook" in caplog.text
-    assert "capture" in caplog.text
+    cut = make_schedules({"blocks": 5}, 2, 4, keep_last)["blocks"].cut(frozenset({block}))
+    assert installation.effect["blocks"].segments == cut.segments
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (block == 0)
+    assert ("forward hook" in caplog.text and "capture" in caplog.text) == (block == 0)
     handle.remove()
     for _ in range(2):
         assert step(model, inputs) == plain

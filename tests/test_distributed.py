@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_cases import ACCELERATE, DDP, FSDP1, FSDP2, FSDP2_BF16, PREFETCH, STACKS
+from distributed_cases import (
+    ACCELERATE,
+    CONTEXT_PARALLEL,
+    DDP,
+    FSDP1,
+    FSDP2,
+    FSDP2_BF16,
+    PREFETCH,
+    STACKS,
+)
 from filelock import FileLock
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from toys import WithDoor, toy
@@ -22,7 +31,7 @@ from simpletuner_segckpt import UnsupportedModel, sharding_units
 from simpletuner_segckpt.verify.step import Step, step
 
 CASES = Path(__file__).with_name("distributed_cases.py")
-BLOCKS = {"flux": 3, "auraflow": 3, "llama": 5}
+BLOCKS = {"flux": 3, "auraflow": 3, "llama": 5, "wan": 5, "sd3": 5}
 
 
 @pytest.fixture(scope="session")
@@ -250,6 +259,27 @@ def test_activation_checkpointing_of_accelerates_fsdp(ranks):
         assert record["seen"] == {path: [] for path in STACKS["flux"]}
         assert [message.split(":")[0] for message in record["said"]] == list(STACKS["flux"])
         assert all("blocks 0 1 2 recompute themselves" in message for message in record["said"])
+
+
+# Attentions of a model that exchange their sequence; of SD3, two blocks have a second one.
+ATTENTIONS = {"wan": 5, "flux": 6, "sd3": 7}
+# Of each the collectives in forward and in backward: queries, keys, values and the output by
+# Ulysses; in a ring keys and values together, and in backward their gradients on to two others.
+COLLECTIVES = {"ulysses": (4, 4), "ring": (1, 3)}
+
+
+@pytest.mark.parametrize(("name", "kind"), CONTEXT_PARALLEL)
+def test_context_parallelism_of_diffusers(ranks, name, kind):
+    """In segments, as without a schedule; with kept attention nothing is exchanged once more."""
+    forward, backward = COLLECTIVES[kind]
+    once = 1 + ATTENTIONS[name] * (forward + backward)  # the output of the model is gathered
+    again = ATTENTIONS[name] * forward
+    for record in ranks(f"context parallel {name} {kind}"):
+        assert record["differences"] == []
+        assert record["exchanges"] == [*[once + again] * 2, once, *[once] * 2]
+        assert record["seen"] == [in_segments(name)] * 2
+        assert [kept.get("collectives", 0) for kept in record["kept"]] == [0, again]
+        assert record["said"] == []
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])

@@ -10,8 +10,10 @@ from itertools import chain
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.hooks import ModelHook as AccelerateHook
+from accelerate.hooks import add_hook_to_module
 from diffusers import FirstBlockCacheConfig
-from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, apply_layerwise_casting
 from peft import LoraConfig, get_peft_model
 from swapping import BlockSwapper, LoopSwapper, Releaser
 from torch import nn
@@ -22,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
 from simpletuner_segckpt import RecomputeError, SegmentBroken, UnsupportedModel
+from simpletuner_segckpt.schedules.schedule import make_schedule
 from simpletuner_segckpt.verify.step import SEED, counted, loss_of, step
 
 KINDS = [WithDoor, Doorless]
@@ -48,6 +51,90 @@ def around(model, inputs, config, when, attach):
 
 def strategies(installation):
     return {stack.strategy for stack in installation.effect.stacks}
+
+
+# Hooks at the ends of segments, and within.
+
+
+def scaling(base, method, fired):
+    """A hook of diffusers or accelerate that acts on one side of a forward."""
+
+    def pre_forward(self, module, *args, **kwargs):
+        fired["before"] += 1
+        return (args[0] * 0.5, *args[1:]), kwargs
+
+    def post_forward(self, module, output):
+        fired["after"] += 1
+        return output * 0.5
+
+    return type("Scaling", (base,), {method: locals()[method]})()
+
+
+def put_on(kind, side, block, fired):
+    if kind == "torch" and side == "before":
+        block.register_forward_pre_hook(
+            lambda _, args: (fired.update(["before"]), (args[0] * 0.5, *args[1:]))[1]
+        )
+    elif kind == "torch":
+        block.register_forward_hook(
+            lambda _, args, output: (fired.update(["after"]), output * 0.5)[1]
+        )
+    else:
+        method = {"before": "pre_forward", "after": "post_forward"}[side]
+        if kind == "diffusers":
+            hook = scaling(ModelHook, method, fired)
+            HookRegistry.check_if_exists_or_initialize(block).register_hook(hook, "scaling")
+        else:
+            add_hook_to_module(block, scaling(AccelerateHook, method, fired))
+
+
+@pytest.mark.parametrize("model", ["wan", WithDoor])
+@pytest.mark.parametrize("kind", ["torch", "diffusers", "accelerate"])
+@pytest.mark.parametrize(
+    ("side", "index", "cut"), [("before", 2, 1), ("after", 3, 3), ("before", 3, 2), ("after", 2, 2)]
+)
+def test_a_hook_on_one_block(model, kind, side, index, cut, caplog):
+    """Before the first block of a segment, or after the last, it changes nothing; else it cuts.
+
+    Where no family describes the model, its block is alone: segments are tried out there, and so
+    would be the hook.
+    """
+    described = model == "wan"
+    model, inputs, [blocks] = case(model)
+    fired = Counter()
+    put_on(kind, side, blocks[index], fired)
+    expected = step(model, inputs)
+    assert fired == {side: 1}
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(3):
+        fired.clear()
+        assert step(model, inputs) == expected
+        assert fired == {side: 2 if side == "before" else 1}
+    cuts = {cut} if described else {index - 1, index}
+    effect = installation.effect["blocks"]
+    assert effect.segments == make_schedule(len(blocks), 2).cut(frozenset(cuts)).segments
+    inside = 2 in cuts
+    assert effect.strategy == "segmented"
+    assert (f"block {index} of `blocks` carries it" in effect.reason) == inside
+    assert ("SEG601 segments of blocks end early" in caplog.text) == inside
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "accelerate"])
+def test_a_registry_without_hooks_and_a_hook_that_does_nothing(kind):
+    model, inputs, [blocks] = case("wan")
+    expected = step(model, inputs)
+    for block in blocks:
+        if kind == "accelerate":
+            add_hook_to_module(block, AccelerateHook())
+        else:
+            registry = HookRegistry.check_if_exists_or_initialize(block)
+            registry.register_hook(ModelHook(), "nothing")
+            if block is blocks[1]:
+                registry.remove_hook("nothing")
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert strategies(installation) == {"segmented"}
 
 
 # Weights that come and go with hooks.

@@ -566,8 +566,9 @@ def test_hooks_inside_blocks():
     for _ in range(2):
         step(model, inputs)
     handle = model.blocks[3].inner.register_forward_hook(lambda *_: None)
-    assert step(model, inputs) == expected
-    assert installation.effect["blocks"].segments == alone(*range(6))
+    for segments in (alone(*range(6)), (range(2), *alone(2, 3), range(4, 6))):
+        assert step(model, inputs) == expected
+        assert installation.effect["blocks"].segments == segments
     assert "block 3" in installation.effect["blocks"].reason
     handle.remove()
     assert step(model, inputs) == expected

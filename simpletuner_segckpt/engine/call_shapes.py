@@ -52,6 +52,11 @@ def call_shape(
     return CallShape((training, *given), tuple(keys))
 
 
+def with_hooks(shape: CallShape, hooks: Mapping[int, str]) -> CallShape:
+    """The shape of a call during which these hooks of others act at boundaries between blocks."""
+    return shape._replace(given=(*shape.given, *sorted(hooks.items())))
+
+
 class ProofTable:
     """The proofs of one stack. Several threads may ask at once.
 

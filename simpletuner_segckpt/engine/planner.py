@@ -12,20 +12,23 @@ from ..messages.log import Messages
 from ..model.compiled import too_old
 from ..model.foreign_hooks import (
     has_backward_hooks,
-    model_conditions,
+    hook_boundaries,
+    hook_everywhere,
     refuse_hooks,
     swap_managers,
 )
 from ..model.fsdp import are_sharded, recompute_fault
 from ..model.stacks import blocks_of
 from ..model.wrappers import is_compiled, recomputes_itself
+from ..private.of_libraries import has_ring_attention
 from ..private.of_torch import inside_checkpoint
 from ..recompute.backend import Backend, BlockWrappers
+from ..recompute.reread import read_again
 from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, call_conditions
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
 from ..schedules.schedule import Schedule, make_schedules
-from .call_shapes import CallShape, ProofTable, call_shape
+from .call_shapes import CallShape, ProofTable, call_shape, with_hooks
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof
@@ -82,7 +85,7 @@ class ForwardPlanner:
         shape = call_shape(arguments, module.training, self.named)
         if fault := recompute_fault(module):
             self.messages.warn("sharded", fault)
-        wrappers = self.backend.begin()
+        wrappers = self.backend.begin((read_again,) if has_ring_attention(module) else ())
         runs = [self._run(module, s, wrappers, conditions, shape) for s in self.stacks]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval
@@ -146,8 +149,12 @@ class ForwardPlanner:
             condition.where == "model" and condition.concerns(planned.path)
             for condition in conditions
         )
+        hooks: dict[int, str] = {}
         if planned.strategy == "segmented" and not found:
-            found += map(str, model_conditions(planned.path, blocks))
+            # Segments of what nobody described are tried out: a hook would act once more.
+            hooks = hook_boundaries(planned.path, blocks, alone=not self.described)
+            everywhere = hook_everywhere()
+            found += [str(everywhere)] if everywhere else _against_segments(planned.schedule, hooks)
         if found and planned.strategy == "segmented":
             self._say_per_block(planned.path, found[0])
         reason = found[0] if found else planned.reason
@@ -155,6 +162,7 @@ class ForwardPlanner:
             return StackRun(whole, f"{reason}; the first forward recomputes all", memory)
         if found or planned.strategy != "segmented":
             return StackRun(stack, reason, memory)
+        shape = with_hooks(shape, hooks)
         proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
         if proof is None:
@@ -164,8 +172,12 @@ class ForwardPlanner:
                 reason = "a new shape of call cannot be tried out in segments on sharded blocks"
                 self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
                 return StackRun(stack, reason)
-            return RecordingRun(stack, shape, replay=not self.described, memory=memory)
-        if proof.reason:
+            return RecordingRun(stack, shape, replay=not self.described, hooks=hooks, memory=memory)
+        if proof.reason and _has_segments(proof.schedule):
+            self.messages.warn(
+                "block-by-block", f"segments of {planned.path} end early: {proof.reason}"
+            )
+        elif proof.reason:
             self._say_per_block(planned.path, proof.reason)
         stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
@@ -249,3 +261,13 @@ class ForwardPlanner:
 
     def _say_per_block(self, path: str, reason: str) -> None:
         self.messages.warn("block-by-block", f"{path} runs block by block: {reason}")
+
+
+def _against_segments(schedule: Schedule, hooks: Mapping[int, str]) -> list[str]:
+    """Why hooks at these boundaries leave no segment of several blocks, if they do that."""
+    inside = [hooks[k] for segment in schedule.segments for k in segment[:-1] if k in hooks]
+    return [] if _has_segments(schedule.cut(frozenset(hooks))) else inside[:1]
+
+
+def _has_segments(schedule: Schedule) -> bool:
+    return any(len(segment) > 1 for segment in schedule.segments)

@@ -44,17 +44,24 @@ class _Ran:
 class RecordingRun(StackRun):
     """Runs block by block and records what passes between the blocks.
 
-    ``shape`` is the shape of call that the record will hold for. With ``replay``, segments are
-    also run once on the recorded inputs and must give the recorded results: for models that
-    nobody described, whose blocks may look at something else than their arguments.
+    ``shape`` is the shape of call that the record will hold for, and ``hooks`` the boundaries at
+    which hooks of others act. With ``replay``, segments are also run once on the recorded inputs
+    and must give the recorded results: for models that nobody described, whose blocks may look at
+    something else than their arguments.
     """
 
     def __init__(
-        self, stack: BoundStack, shape: CallShape, replay: bool, memory: MemoryWatch | None = None
+        self,
+        stack: BoundStack,
+        shape: CallShape,
+        replay: bool,
+        hooks: Mapping[int, str],
+        memory: MemoryWatch | None = None,
     ):
         super().__init__(stack, "first forward of this shape of call", memory)
         self.shape = shape
         self._replay = replay
+        self._hooks = dict(hooks)
         self._inputs: dict[int, tuple[Arguments, tuple, RandomStates | None]] = {}
         self._results: dict[int, Any] = {}
         self._boundaries: dict[int, Boundary] = {}
@@ -207,8 +214,9 @@ class RecordingRun(StackRun):
 
     def proof(self) -> Proof:
         """What the finished record allows."""
+        known = self._boundaries | self._hooks
         boundaries = [
-            self._boundaries.get(k, f"block {k + 1} was not called right after block {k}")
+            known.get(k, f"block {k + 1} was not called right after block {k}")
             for k in range(len(self.stack.blocks) - 1)
         ]
         proof = Proof.of(self.stack.schedule, boundaries)

@@ -1,14 +1,17 @@
 """Hooks of other code around the blocks of a model, and what moves their weights.
 
-Recompute stops early, so the post-forward hook of a segment's last block does not fire while
-those of the blocks before it do. Hooks that move weights are exact per-block and destroy them in
-wider segments; some of diffusers' are wrong with any recompute, and refused.
+A segment is called when its first block is, and recomputed as a whole up to where its last block
+needs nothing more. So what a hook does before the first block, or after the last, happens when it
+does block by block: once before a forward and once before its recompute, once after the forward.
+What it does anywhere else would happen once more, or too early (the weights of a block are moved
+away before its backward): segments end there. Some hooks of diffusers are wrong with any recompute,
+and refused.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
@@ -18,8 +21,9 @@ from ..private.of_libraries import (
     OUTPUT_CAPTURING,
     RECOMPUTE_HOOK,
     diffusers_hooks,
-    has_diffusers_hooks,
     is_stateful,
+    overridden,
+    splits_context,
 )
 from ..private.of_torch import global_forward_hooks, hooks_on
 from ..schedules.conditions import Condition
@@ -32,16 +36,36 @@ from .wrappers import unwrapped
 _SWAPS = ("stream_in", "wait_for_block", "submit_move_blocks", "submit_move_blocks_forward")
 
 
-def model_conditions(path: str, blocks: Iterable[Module]) -> list[Condition]:
-    """What is attached to the blocks of one stack, or to all modules, and runs once per block."""
-    for everywhere in _global_hooks():
-        return [Condition("model", everywhere, "it runs around every module", (path,))]
+class _Hook(NamedTuple):
+    """A hook on a block or inside it: when it acts, as seen from the block."""
+
+    name: str
+    before: bool
+    after: bool
+
+
+def hook_boundaries(path: str, blocks: Iterable[Module], alone: bool) -> dict[int, str]:
+    """The boundaries between blocks at which hooks on the blocks of one stack act, and which do.
+
+    Boundary ``k`` lies between block ``k`` and block ``k + 1``. With ``alone`` a block that carries
+    a hook is to have nothing else in its segment, on whichever side the hook acts.
+    """
+    found: dict[int, str] = {}
     for index, block in enumerate(blocks):
-        name = _hook_on(block) or _hook_on(unwrapped(block)) or _hook_inside(block)
-        if name:
-            reason = f"block {index} of `{path}` carries it, and it must run once per block"
-            return [Condition("model", name, reason, (path,))]
-    return []
+        hooks = list(_hooks_of(block))
+        reason = f"block {index} of `{path}` carries it, and segments end where it acts"
+        for boundary, acts in ((index - 1, "before"), (index, "after")):
+            if names := [hook.name for hook in hooks if alone or getattr(hook, acts)]:
+                found[boundary] = f"{names[0]}: {reason}"
+    return found
+
+
+def hook_everywhere() -> Condition | None:
+    """A hook on all modules of the process."""
+    for hook in global_forward_hooks():
+        if not is_made_for_recompute(hook):
+            return Condition("model", f"global hook {_name(hook)}", "it runs around every module")
+    return None
 
 
 def swap_managers(model: Module, paths: Sequence[str]) -> list[Condition]:
@@ -108,36 +132,46 @@ def _refuse_offloading(hook: Any, planned: StackReport, blocks: int) -> None:
         )
 
 
-def _hook_on(block: Any) -> str | None:
-    """A hook on the block itself, of any kind."""
+def _hooks_of(block: Module) -> Iterator[_Hook]:
+    """The hooks on a block, and on what its wrapper holds; those inside act all the time."""
+    inner = unwrapped(block)
+    for module in (block,) if inner is block else (block, inner):
+        yield from _hooks_on(module)
+    yield from _hooks_inside(block)
+
+
+def _hooks_inside(block: Module) -> Iterator[_Hook]:
+    for module in all_modules([block])[1:]:
+        for _, hook in hooks_on(module, "forward hook"):
+            if not is_made_for_recompute(hook):
+                name = f"forward hook {_name(hook)} on a {type(module).__name__}"
+                yield _Hook(name, before=True, after=True)
+
+
+def _hooks_on(block: Any) -> Iterator[_Hook]:
+    """The hooks on the block itself, of any kind. (Those for backward act in the midst of it.)"""
     for kind, hook in hooks_on(block):
         if not is_made_for_recompute(hook):
-            return f"{kind} {_name(hook)}"
+            before, after = kind != "forward hook", kind != "forward pre-hook"
+            yield _Hook(f"{kind} {_name(hook)}", before, after)
     if ACCELERATE_HOOK in block.__dict__:
-        return f"accelerate hook {type(block.__dict__[ACCELERATE_HOOK]).__name__}"
-    if has_diffusers_hooks(block):
-        return f"diffusers hook {', '.join(diffusers_hooks(block))}"
-    return None
+        hook = block.__dict__[ACCELERATE_HOOK]
+        yield _around_forward(f"accelerate hook {type(hook).__name__}", hook)
+    for name, hook in diffusers_hooks(block).items():
+        if not splits_context(hook):
+            yield _around_forward(f"diffusers hook {name}", hook)
 
 
 def has_hook_inside(blocks: Iterable[Module]) -> bool:
     """Whether a forward hook of others is on a module inside one of ``blocks``."""
-    return any(_hook_inside(block) for block in blocks)
+    return any(True for block in blocks for _ in _hooks_inside(block))
 
 
-def _hook_inside(block: Module) -> str | None:
-    """A forward hook on a module inside the block: what it does after each pass, twice over."""
-    for inner in all_modules([block])[1:]:
-        for _, hook in hooks_on(inner, "forward hook"):
-            if not is_made_for_recompute(hook):
-                return f"forward hook {_name(hook)} on a {type(inner).__name__}"
-    return None
-
-
-def _global_hooks() -> Iterator[str]:
-    for hook in global_forward_hooks():
-        if not is_made_for_recompute(hook):
-            yield f"global hook {_name(hook)}"
+def _around_forward(name: str, hook: Any) -> _Hook:
+    """One of accelerate's or diffusers', which has a method for each side, or for the whole."""
+    whole = hasattr(hook, "new_forward")
+    before, after = overridden(hook, "pre_forward"), overridden(hook, "post_forward")
+    return _Hook(name, before or whole, after or whole)
 
 
 def is_made_for_recompute(hook: Any) -> bool:

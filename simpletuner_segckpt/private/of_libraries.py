@@ -51,6 +51,13 @@ def set_attention_backend(backend: Any) -> None:
 
 
 _DIFFUSERS_HOOKS = "_diffusers_hook"
+# diffusers, accelerate: where the class is that their hooks are derived from.
+_HOOK_BASES = ("diffusers.hooks.hooks", "accelerate.hooks")
+# diffusers: what a model's `enable_parallelism` was given.
+_PARALLEL = "_parallel_config"
+# diffusers: the hooks of its context parallelism.
+_CONTEXT_MODULE = "diffusers.hooks.context_parallel"
+_CONTEXT_PARALLEL = ("ContextParallelSplitHook", "ContextParallelGatherHook")
 
 
 def diffusers_hooks(module: Any) -> Mapping[str, Any]:
@@ -59,11 +66,29 @@ def diffusers_hooks(module: Any) -> Mapping[str, Any]:
     return registry.hooks if registry else {}
 
 
-def has_diffusers_hooks(module: Any) -> bool:
-    """Whether diffusers has put its registry of hooks on a module."""
-    return _DIFFUSERS_HOOKS in module.__dict__
-
-
 def is_stateful(hook: Any) -> bool:
     """Whether a hook of diffusers keeps something from one step for the next."""
     return bool(getattr(hook, "_is_stateful", False))
+
+
+def splits_context(hook: Any) -> bool:
+    """Whether a hook of diffusers does nothing but hand each process its part of a tensor.
+
+    That is a function of the tensor alone, wherever it stands and how often it runs.
+    """
+    return type(hook).__name__ in _CONTEXT_PARALLEL and type(hook).__module__ == _CONTEXT_MODULE
+
+
+def has_ring_attention(model: Any) -> bool:
+    """Whether a model's attention is spread over processes in a ring, by diffusers."""
+    parallel = getattr(getattr(model, _PARALLEL, None), "context_parallel_config", None)
+    return parallel is not None and parallel.ring_degree > 1
+
+
+def overridden(hook: Any, method: str) -> bool:
+    """Whether a hook of diffusers or accelerate has a ``method`` of its own; that of their base of
+    all hooks does nothing. Of what has no such base nobody knows.
+    """
+    bases = [base for base in type(hook).__mro__ if base.__module__ in _HOOK_BASES]
+    found = getattr(hook, method, None)
+    return not bases or getattr(found, "__func__", found) is not getattr(bases[-1], method)

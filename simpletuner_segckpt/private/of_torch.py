@@ -82,6 +82,30 @@ def inside_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
+def current_backward() -> int | None:
+    """Which backward runs in this thread, by a number of its own."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+# The functional collectives by which processes exchange parts of a tensor. No sum is among them.
+_EXCHANGES = {
+    f"_c10d_functional::{name}"
+    for name in ("all_to_all_single", "all_gather_into_tensor", "all_gather_into_tensor_coalesced")
+}
+
+
+def is_exchange(operator: Any) -> bool:
+    """Whether an operator hands a tensor to other processes, and returns what they handed on."""
+    return operator.name() in _EXCHANGES
+
+
+def finished(tensor: Tensor) -> Tensor:
+    """What a functional collective returned, when it is there: it may still be under way."""
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
+    return waited
+
+
 def version(tensor: Tensor | None) -> int:
     """How often a tensor was written in place; 0 where torch does not count that."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ def _dispatch_mode() -> bool:
     return torch.ops.aten.add.Tensor in seen
 
 
+def _exchanges() -> bool:
+    operators: Any = torch.ops._c10d_functional
+    exchanges = (operators.all_to_all_single.default, operators.all_gather_into_tensor.default)
+    tensor = torch.ones(1)
+    others = (operators.all_reduce.default, operators.wait_tensor.default)
+    known = all(map(of_torch.is_exchange, exchanges)) and not any(map(of_torch.is_exchange, others))
+    return known and of_torch.finished(tensor) is tensor
+
+
 def _disabled_subclass() -> bool:
     class Loud(torch.Tensor):
         @classmethod
@@ -94,6 +104,15 @@ def _attention_backend() -> bool:
         of_libraries.set_attention_backend(before)
         put = of_libraries.attention_backend()
     return inside is not before and put is before
+
+
+def _current_backward() -> bool:
+    seen = []
+    tensor = torch.ones(1, requires_grad=True)
+    tensor.register_hook(lambda _: seen.append(of_torch.current_backward()))
+    for _ in range(2):
+        tensor.sum().backward()
+    return len(set(seen)) == 2 and None not in seen and of_torch.current_backward() is None
 
 
 def _versions() -> bool:
@@ -225,10 +244,32 @@ def _diffusers_hooks() -> bool:
         _is_stateful = True
 
     module = nn.Linear(1, 1)
-    before = of_libraries.has_diffusers_hooks(module)
+    before = bool(of_libraries.diffusers_hooks(module))
     HookRegistry.check_if_exists_or_initialize(module).register_hook(Stateful(), "mine")
     hooks = of_libraries.diffusers_hooks(module)
     return not before and of_libraries.is_stateful(hooks["mine"]) and not ModelHook._is_stateful
+
+
+def _sides_of_hooks() -> bool:
+    found = []
+    for library in ("diffusers", "accelerate"):
+        base: Any = import_module(f"{library}.hooks").ModelHook
+        after = type("After", (base,), {"post_forward": lambda *_: None})()
+        found += [of_libraries.overridden(after, f"{side}_forward") for side in ("pre", "post")]
+        found.append(of_libraries.overridden(base(), "post_forward"))
+    return found == [False, True, False] * 2
+
+
+def _context_parallel() -> bool:
+    hooks: Any = import_module("diffusers.hooks.context_parallel")
+    kinds = (hooks.ContextParallelSplitHook, hooks.ContextParallelGatherHook)
+    from diffusers import ContextParallelConfig, ModelMixin
+
+    model = ModelMixin()
+    there = not of_libraries.has_ring_attention(model)
+    model._parallel_config = SimpleNamespace(context_parallel_config=ContextParallelConfig(2))
+    there = there and of_libraries.has_ring_attention(model)
+    return there and all(of_libraries.splits_context(kind({}, None)) for kind in kinds)
 
 
 def _peft() -> bool:
@@ -278,6 +319,12 @@ NAMES = tuple(
             _dispatch_mode,
         ),
         (
+            "torch.ops._c10d_functional",
+            "to keep what processes exchange for an attention",
+            "keep repeats that communication",
+            _exchanges,
+        ),
+        (
             "torch._C.DisableTorchFunctionSubclass",
             "to carry on with a watched tensor's own value",
             "no model can have a schedule",
@@ -295,6 +342,12 @@ NAMES = tuple(
             "to recompute attention with the kernel that its forward had",
             "a backend that was left before backward is not put back",
             _attention_backend,
+        ),
+        (
+            "torch._C._current_graph_task_id",
+            "to give diffusers' ring attention what it saved more than once",
+            "it has no backward under a checkpoint call",
+            _current_backward,
         ),
         (
             "Tensor._version and Tensor._base",
@@ -379,6 +432,18 @@ NAMES = tuple(
             "to see offloading and caches of diffusers",
             "they are not refused where they are wrong",
             _diffusers_hooks,
+        ),
+        (
+            "diffusers.hooks.hooks and accelerate.hooks, where ModelHook is",
+            "to see on which side of a block one of their hooks acts",
+            "segments end on both sides of such blocks",
+            _sides_of_hooks,
+        ),
+        (
+            "diffusers.hooks.context_parallel, ModelMixin._parallel_config",
+            "to know the hooks that hand each process its part of a tensor, and ring attention",
+            "segments end at the blocks that carry them, and ring attention has no backward",
+            _context_parallel,
         ),
         (
             "transformers.utils.output_capturing",

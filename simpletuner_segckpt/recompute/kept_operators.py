@@ -4,7 +4,8 @@ torch's own selective checkpointing does it: a policy sees every operator of the
 whose outputs stay. Worth keeping is what saves many FLOPs for each byte. An output of attention
 saves 2 x (length of the keys) FLOPs for each element and an output of a matrix product 2 x (width
 of its input), so ``attention`` pays for long sequences, and of a feed-forward the projection that
-comes *down* from the hidden width.
+comes *down* from the hidden width. An attention whose sequence is spread over several processes
+is kept with what these exchange for it, so that nothing is sent again.
 """
 
 from collections.abc import Collection
@@ -20,7 +21,13 @@ from torch.utils.checkpoint import (
 )
 
 from ..messages.errors import RecomputeError
-from ..private.of_torch import OPERATOR_NOT_IN_FORWARD, TorchDispatchMode, pytree
+from ..private.of_torch import (
+    OPERATOR_NOT_IN_FORWARD,
+    TorchDispatchMode,
+    finished,
+    is_exchange,
+    pytree,
+)
 from ..schedules.tally import tally
 from .contexts import Anew, Contexts, Once, Together
 from .submodules import CallWrapper, treated
@@ -44,6 +51,10 @@ _BACKWARD = ("backward", "bwd")
 
 
 _DROPOUT = ("dropout", "dropout_p", "p_dropout", "p")  # arguments of such operators
+
+
+# What is kept under another word than its own.
+_PART_OF = {"collectives": "attention"}
 
 
 class Kept:
@@ -74,7 +85,9 @@ class Kept:
         self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
         kind = kind_of(operator, args, kwargs)
-        if kind is None or kind not in self.kinds or (kind == "ffn" and not self.depth):
+        if kind is None or _PART_OF.get(kind, kind) not in self.kinds:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if kind == "ffn" and not self.depth:
             return CheckpointPolicy.PREFER_RECOMPUTE
         counting = tally()
         if counting is not None:
@@ -102,11 +115,12 @@ class _Following(AbstractContextManager[None]):
 
 
 class HandOutCopies(TorchDispatchMode):
-    """Gives compiled code copies of what its attention operators return.
+    """Gives compiled code copies of what its attention operators and collectives return.
 
     It uses the memory of an output again, unseen, when its own backward does not need it. What is
     kept must be another piece of memory, then. Whatever was compiled, and how, it runs as one
-    function for autograd, and so without grad mode.
+    function for autograd, and so without grad mode. (Functions for autograd that are not compiled
+    run so as well, such as diffusers' context parallelism.)
     """
 
     supports_higher_order_operators = True
@@ -117,8 +131,10 @@ class HandOutCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() or not is_attention(func):
+        if torch.is_grad_enabled() or not (is_attention(func) or is_exchange(func)):
             return result
+        if is_exchange(func):
+            result = pytree.tree_map_only(torch.Tensor, finished, result)
         return pytree.tree_map_only(torch.Tensor, torch.clone, result)
 
 
@@ -139,9 +155,14 @@ def _keep_in_graph(
 
 
 def kind_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
-    """The word in the config for what an operator computes, if its output can be kept at all."""
+    """What an operator computes, if its output can be kept at all.
+
+    That is the word in the config, but for ``collectives``, which are part of ``attention``.
+    """
     if is_attention(operator):
         return "attention" if replayable(operator, args, kwargs) else None
+    if is_exchange(operator):
+        return "collectives"
     return "ffn" if comes_down(operator, args) else None
 
 

@@ -59,7 +59,7 @@ class StackEffect:
 
     @property
     def kept(self) -> Counter[str]:
-        """Outputs that a recompute takes from memory, by operator (``attention``, ``ffn``)."""
+        """Outputs that a recompute takes from memory, by operator: see ``tally.Tally``."""
         return sum((span.tally.kept for span in self.spans), Counter[str]())
 
     @property

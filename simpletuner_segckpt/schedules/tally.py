@@ -12,7 +12,8 @@ class Tally:
     """What happened inside the blocks of one span, beside their being recomputed or not.
 
     feed_forwards: calls of feed-forwards that are recomputed by themselves.
-    kept: outputs that a recompute takes from memory, by operator (``attention``, ``ffn``).
+    kept: outputs that a recompute takes from memory, by operator (``attention``, the
+        ``collectives`` that belong to it, ``ffn``).
     offloaded: tensors that wait for backward in CPU memory, by what saved them: an ``attention``,
         or a checkpoint call its ``inputs``.
     """
