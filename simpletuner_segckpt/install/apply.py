@@ -26,7 +26,11 @@ from ..model.stacks import (
     blocks_of,
 )
 from ..model.wrappers import is_one_graph, unwrap
-from ..private.of_libraries import CHECKPOINT_FUNCTION, SUPPORTS_CHECKPOINTING
+from ..private.of_libraries import (
+    CHECKPOINT_FUNCTION,
+    SUPPORTS_CHECKPOINTING,
+    takes_checkpoint_function,
+)
 from ..private.of_torch import hooks_on
 from ..recompute.submodules import SubmoduleKind
 from ..schedules.conditions import Condition
@@ -235,7 +239,12 @@ def _problems(
 def _entry_for(
     platform: Platform, base: Module, report: Report, family: Family | None, settings: Settings
 ) -> CheckpointEntry:
-    asks_function = getattr(base, SUPPORTS_CHECKPOINTING, False)
+    flags = CheckpointFlags(base)
+    asks_function = (
+        getattr(base, SUPPORTS_CHECKPOINTING, False)
+        and flags.can_ask
+        and takes_checkpoint_function(base)
+    )
     conditions = family.conditions if family else ()
     forwards = ForwardPlanner(
         report.stacks,
@@ -248,7 +257,7 @@ def _entry_for(
         report,
         forwards,
         list(signature(type(base).forward).parameters)[1:],
-        CheckpointFlags(base),
+        flags,
         gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not asks_function,
         parts=_parts(report, family, settings.checkpointing),

@@ -4,6 +4,7 @@ Attributes, looked up where they may be missing: without them a feature is not n
 """
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 # diffusers: whether a class can checkpoint, and the function that its loop asks.
@@ -27,6 +28,9 @@ ACTIVE_ADAPTER = "_active_adapter"
 # PEFT: how the qualified name of the hook begins that adds PEFT's other hooks in a recompute.
 RECOMPUTE_HOOK = "LoraModel._enable_peft_forward_hooks."
 
+# diffusers: what `enable_gradient_checkpointing` leaves the work to.
+SET_CHECKPOINTING = "_set_gradient_checkpointing"
+
 _DIFFUSERS_HOOKS = "_diffusers_hook"
 
 
@@ -44,3 +48,23 @@ def has_diffusers_hooks(module: Any) -> bool:
 def is_stateful(hook: Any) -> bool:
     """Whether a hook of diffusers keeps something from one step for the next."""
     return bool(getattr(hook, "_is_stateful", False))
+
+
+def takes_checkpoint_function(model: Any) -> bool:
+    """Whether ``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` can be called.
+
+    It cannot where a class has a method of another shape in its place, or in that of what it calls.
+    """
+    given = {"gradient_checkpointing_func": None}
+    return _can_be_called(getattr(model, "enable_gradient_checkpointing", None), given) and (
+        not hasattr(model, SET_CHECKPOINTING)
+        or _can_be_called(getattr(model, SET_CHECKPOINTING), given | {"enable": True})
+    )
+
+
+def _can_be_called(function: Any, arguments: Mapping[str, Any]) -> bool:
+    try:
+        signature(function).bind(**arguments)
+    except TypeError:  # no function at all, too
+        return False
+    return True

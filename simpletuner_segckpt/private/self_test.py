@@ -171,11 +171,13 @@ def _diffusers_model() -> bool:
     model.gradient_checkpointing = False
     model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
     asked = getattr(model, of_libraries.CHECKPOINT_FUNCTION) is function
+    asked = asked and of_libraries.takes_checkpoint_function(model)
     model.enable_gradient_checkpointing()
     stock = getattr(model, of_libraries.CHECKPOINT_FUNCTION)
     stock = getattr(stock, "func", stock)
     known = (of_libraries.STOCK_FUNCTIONS_MODULE, torch.utils.checkpoint.__name__)
-    there = hasattr(ModelMixin, of_libraries.KEEP_IN_FP32)
+    names = (of_libraries.KEEP_IN_FP32, of_libraries.SET_CHECKPOINTING)
+    there = all(hasattr(ModelMixin, name) for name in names)
     return asked and there and stock.__module__ in known
 
 
@@ -311,7 +313,8 @@ NAMES = tuple(
             _fake_tensors,
         ),
         (
-            "_supports_gradient_checkpointing, _gradient_checkpointing_func, _keep_in_fp32_modules",
+            "_supports_gradient_checkpointing, _gradient_checkpointing_func, "
+            "_set_gradient_checkpointing, _keep_in_fp32_modules",
             "to be the function that a diffusers model asks",
             "calls of the blocks themselves are intercepted",
             _diffusers_model,
