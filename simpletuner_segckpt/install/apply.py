@@ -43,6 +43,7 @@ from .own_setters import (
     SetterState,
     call_setters,
     has_own_setters,
+    not_taken,
     undo_setters,
 )
 from .planned import planned_for
@@ -224,7 +225,9 @@ def _problems(
 ) -> list[Finding]:
     """What the keys ask for and the engine, or a class with setters of its own, cannot do."""
     if has_own_setters(base):
-        return list(native_problems(settings, family, type(base).__name__, report))
+        off = any(condition.off for condition in report.conditions)
+        refused = () if off else not_taken(settings, base)
+        return [*refused, *native_problems(settings, family, type(base).__name__, report)]
     config = settings.checkpointing
     found = list(problems(settings, family, type(base).__name__, report))
     moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)

@@ -36,7 +36,7 @@ def planned_for(
                 f"{name} has none of the stacks of the family {described.family}: {paths}"
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
-    planned = without_unknown_keys(settings, base) if has_own_setters(base) else settings
+    planned = without_unknown_keys(settings) if has_own_setters(base) else settings
     return described, make_report(planned, described, stacks, left_out)
 
 
