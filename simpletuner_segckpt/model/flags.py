@@ -13,7 +13,12 @@ import torch.utils.checkpoint
 from torch.nn import Module
 
 from ..messages.errors import UnsupportedModel
-from ..private.of_libraries import CHECKPOINT_FUNCTION, STOCK_FUNCTIONS_MODULE
+from ..private.of_libraries import (
+    CHECKPOINT_FUNCTION,
+    INPUT_GRADIENTS_HOOK,
+    STOCK_FUNCTIONS_MODULE,
+)
+from ..private.of_torch import drop_forward_hooks, hooks_on
 from .wrappers import unwrapped
 
 SWITCH = "gradient_checkpointing"
@@ -47,6 +52,9 @@ class CheckpointFlags:
             }
             for name, module in found.items()
             if name in self.names
+        }
+        self._input_hooks = {
+            name: len(hooks) for name, m in model.named_modules() if (hooks := _input_hooks(m))
         }
         self._refuse_fixed(model)
 
@@ -115,6 +123,12 @@ class CheckpointFlags:
                     module.__dict__.pop(key, None)
                 elif not _is_fixed(module, key):
                     setattr(module, key, None if state[key] == _LOST else state[key])
+        if not any(state.get(SWITCH) for state in self._before.values()):
+            # PEFT asks for one where checkpointing is on, which was our doing, and whoever enables
+            # it then asks for another.
+            for name, module in model.named_modules():
+                most = self._input_hooks.get(name, 0) + 1
+                drop_forward_hooks(module, _input_hooks(module)[:-most])
         lost = (s for s in self._before.values() if s.get(CHECKPOINT_FUNCTION) == _LOST)
         if any(state.get(SWITCH) for state in lost):
             enable: Any = model.enable_gradient_checkpointing
@@ -151,6 +165,15 @@ def _modules(model: Module, names: Iterable[str]) -> list[tuple[str, Any]]:
             continue
         found.append((name, unwrapped(module)))
     return found
+
+
+def _input_hooks(module: Module) -> list[Any]:
+    """The hooks by which transformers has a gradient begin at the output of ``module``."""
+    return [
+        hook
+        for _, hook in hooks_on(module, "forward hook")
+        if getattr(hook, "__qualname__", "").startswith(INPUT_GRADIENTS_HOOK)
+    ]
 
 
 def _is_stock(function: Any) -> bool:

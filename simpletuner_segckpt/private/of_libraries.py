@@ -19,6 +19,10 @@ KEEP_IN_FP32 = "_keep_in_fp32_modules"
 # transformers: the module of the hooks by which it captures outputs.
 OUTPUT_CAPTURING = "transformers.utils.output_capturing"
 
+# transformers: how the qualified name of the hook begins that has a gradient begin at the inputs,
+# where PEFT leaves everything before the adapters frozen.
+INPUT_GRADIENTS_HOOK = "PreTrainedModel.enable_input_require_grads."
+
 # accelerate: its hook on a module, which also patches the forward.
 ACCELERATE_HOOK = "_hf_hook"
 

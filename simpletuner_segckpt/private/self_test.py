@@ -181,6 +181,19 @@ def _diffusers_model() -> bool:
     return asked and there and stock.__module__ in known
 
 
+def _input_gradients() -> bool:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    width = {"hidden_size": 2, "intermediate_size": 2, "num_attention_heads": 1}
+    model = CLIPTextModel(CLIPTextConfig(vocab_size=4, num_hidden_layers=1, **width))
+    model.enable_input_require_grads()
+    embeddings = model.get_input_embeddings()
+    [(_, hook)] = of_torch.hooks_on(embeddings, "forward hook")
+    of_torch.drop_forward_hooks(embeddings, [hook])
+    known = hook.__qualname__.startswith(of_libraries.INPUT_GRADIENTS_HOOK)
+    return known and not list(of_torch.hooks_on(embeddings))
+
+
 def _diffusers_hooks() -> bool:
     from diffusers.hooks import HookRegistry, ModelHook
 
@@ -330,6 +343,12 @@ NAMES = tuple(
             "to know the hooks that capture outputs from those of others",
             "a model that has captured once runs block by block",
             lambda: find_spec(of_libraries.OUTPUT_CAPTURING) is not None,
+        ),
+        (
+            "PreTrainedModel.enable_input_require_grads.<locals>",
+            "to know the hook that PEFT has transformers put on the embeddings",
+            "remove() leaves one more of them than would be there",
+            _input_gradients,
         ),
         (
             "_disable_adapters, _active_adapter, LoraModel._enable_peft_forward_hooks",
