@@ -247,6 +247,12 @@ class TrainerKeys(_Keys):
     max_grounding_entities: Annotated[
         int, BeforeValidator(whole_number(0, "grounded entities"))
     ] = 0
+    enable_group_offload: Annotated[bool, BeforeValidator(switch())] = False
+    group_offload_type: Annotated[str, BeforeValidator(word)] = "block_level"
+    group_offload_blocks_per_group: Annotated[
+        int, BeforeValidator(whole_number(1, "blocks that are moved together"))
+    ] = 1
+    activation_memory_budget: Annotated[float, BeforeValidator(real_number)] = 1.0
     fsdp_enable: Annotated[bool, BeforeValidator(switch())] = False
     fsdp_activation_checkpointing: Annotated[bool, BeforeValidator(switch())] = False
     deepspeed_config: Annotated[Any, BeforeValidator(json_value)] = None

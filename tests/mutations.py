@@ -248,8 +248,8 @@ FAULTS = [
         "remove() leaves checkpointing on",
         "lifecycle hard_cases",
         "model/flags.py",
-        "                if key in state:\n                    setattr(module, key, state[key])",
-        "                if key in state:\n                    pass",
+        "                elif not _is_fixed(module, key):",
+        "                elif False:",
     ),
     Fault(
         "remove() leaves blocks intercepted",

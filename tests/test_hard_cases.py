@@ -16,6 +16,7 @@ from training import add_lora, entry_of, keys, model_and_inputs
 from transformers import LlamaConfig, LlamaModel
 
 import simpletuner_segckpt
+from simpletuner_segckpt import Family, UnsupportedModel
 from simpletuner_segckpt.engine.call_shapes import MOST_SHAPES, CallShape, ProofTable, call_shape
 from simpletuner_segckpt.engine.proof import Proof
 from simpletuner_segckpt.schedules.schedule import Schedule
@@ -254,6 +255,41 @@ def test_lists_that_only_look_like_stacks_do_not_use_up_keep_last(caplog):
         step(model, inputs)
     assert installation.effect["blocks"].gap == (4, 5)
     assert "heads was not reached" in caplog.text
+
+
+def test_a_list_that_holds_a_block_twice_is_no_stack_and_that_is_said():
+    class Tied(WithDoor):
+        def build(self, depth):
+            super().build(depth)
+            self.blocks[3] = self.blocks[0]
+
+    model, inputs = toy(Tied)
+    with pytest.raises(UnsupportedModel, match="`blocks` holds one block more than once, so its"):
+        simpletuner_segckpt.apply(model, keys(2))
+    described = Family.model_validate(
+        {"family": "tied", "title": "Tied", "stacks": [{"path": "blocks", "block": "Block"}]}
+    )
+    with pytest.raises(UnsupportedModel, match="`blocks` holds one block more than once, so its"):
+        simpletuner_segckpt.apply(model, keys(2), family=described)
+
+    class TiedAndMore(Tied):
+        def build(self, depth):
+            super().build(depth)
+            self.more = nn.ModuleList(Block() for _ in range(depth))
+
+        def forward(self, hidden_states, temb):
+            for block in self.more:
+                hidden_states = self.run(block, hidden_states, temb)
+            return super().forward(hidden_states, temb)
+
+    model, inputs = toy(TiedAndMore)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    assert installation.effect["more"].segments == WIDE
+    [(path, reason)] = installation.report.left_out
+    assert (path, reason.startswith("holds one block more than once")) == ("blocks", True)
 
 
 def test_a_function_of_the_model_handed_to_its_checkpoint_function():

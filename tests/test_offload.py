@@ -11,8 +11,10 @@ from accelerators import FakeAccelerator, no_copy_is_late
 from training import add_lora, entry_of, keys, model_and_inputs
 
 import simpletuner_segckpt
+from simpletuner_segckpt.messages.units import readable
+from simpletuner_segckpt.offload import buffers
 from simpletuner_segckpt.offload import saved_tensors as offload
-from simpletuner_segckpt.offload.buffers import BufferPool
+from simpletuner_segckpt.offload.buffers import BufferPool, bucket_size
 from simpletuner_segckpt.offload.device import Accelerator
 from simpletuner_segckpt.offload.saved_tensors import MOST_LEAVING, HostMemory, Offload, Stored
 from simpletuner_segckpt.verify.step import loss_of, step
@@ -177,8 +179,17 @@ def test_a_buffer_is_not_filled_again_while_it_is_read(accelerator):
         stored.fetch()  # and nobody waits for it
         memory = stored.buffer.memory
         del stored
-        assert place.pool.buckets[1200][0].memory is memory
-    assert accelerator.pinned_sizes == [1200]
+        assert place.pool.buckets[1280][0].memory is memory
+    assert accelerator.pinned_sizes == [1280]
+
+
+def test_the_bytes_that_a_forward_has_in_cpu_memory(accelerator):
+    moving = Offload(host(accelerator, buckets=1))
+    x, pinned, pageable = torch.ones(3, requires_grad=True), torch.ones(300), torch.ones(301)
+    moving.run("inputs", Saves.apply, x, [], pinned, pinned[5:], pageable)
+    assert (moving.cpu_bytes, moving.pinned_bytes) == (1280 + 1280, 2560)
+    moving.run("inputs", Saves.apply, x, [], torch.ones(400))
+    assert (moving.cpu_bytes, moving.pinned_bytes) == (2560 + 1600, 2560)  # 1792 if pinned
 
 
 # The pool.
@@ -192,25 +203,80 @@ def test_buffers_are_used_again(accelerator):
     pool = BufferPool(2, accelerator.pinned)
     first = pool.take(100)
     pool.give(first)
-    assert pool.take(100) is first
+    assert pool.take(99) is first  # of about the same size
     assert pool.take(100) is not first
-    assert accelerator.pinned_sizes == [100, 100]
+    assert accelerator.pinned_sizes == [112, 112]
 
 
-def test_sizes_beyond_the_limit_are_pageable(accelerator):
+def test_sizes_beyond_the_limit_are_pageable(accelerator, caplog):
     pool = BufferPool(2, accelerator.pinned)
-    assert [pool.take(n).pinned for n in (300, 200, 100)] == [True, True, False]
-    assert sizes(pool) == {300: 0, 200: 0}
+    assert [pool.take(n).pinned for n in (320, 224, 160, 128)] == [True, True, False, False]
+    assert sizes(pool) == {320: 0, 224: 0}
+    assert [record.message for record in caplog.records] == [
+        "SEG611 tensors of more than 2 sizes are offloaded; those that are asked for least wait in "
+        "pageable memory, which is slower (gradient_checkpointing_offload_pin_memory_max_buckets)"
+    ]
 
 
 def test_the_least_asked_for_bucket_gives_way(accelerator):
+    """To what is asked for more than twice as much."""
     pool = BufferPool(2, accelerator.pinned)
-    large, small = pool.take(300), pool.take(200)
-    assert [pool.take(150).pinned for _ in range(2)] == [False, True]  # 300 bytes beat 200
-    assert sizes(pool) == {300: 0, 150: 0}
+    large, small = pool.take(320), pool.take(224)
+    assert [pool.take(160).pinned for _ in range(3)] == [False, False, True]  # 480 for 224 bytes
+    assert sizes(pool) == {320: 0, 160: 0}
+    assert pool.pinned_bytes == 320 + 224 + 160
     pool.give(small)  # nobody asks for it any more
     pool.give(large)
-    assert sizes(pool) == {300: 1, 150: 0}
+    assert sizes(pool) == {320: 1, 160: 0}
+    assert pool.pinned_bytes == 320 + 160
+    pool.close()
+    assert pool.pinned_bytes == 160  # in use
+
+
+def test_what_was_asked_for_long_ago_counts_less(accelerator, monkeypatch):
+    monkeypatch.setattr(buffers, "HALF_LIFE", 100)
+    pool = BufferPool(1, accelerator.pinned)
+    for _ in range(1000):
+        pool.give(pool.take(320))
+    taken = [pool.take(160).pinned for _ in range(300)]
+    assert not taken[0]
+    assert taken[-1]
+    assert sizes(pool) == {160: 0}
+
+
+def test_a_bucket_wastes_less_than_a_quarter():
+    for nbytes in [*range(1, 3000), 10**9 + 1, 2**31 - 1, 2**31, 2**31 + 1]:
+        size = bucket_size(nbytes)
+        assert nbytes <= size < nbytes * 1.25
+        assert bucket_size(size) == size
+    assert len({bucket_size(nbytes) for nbytes in range(2**20 + 1, 2**21 + 1)}) == 4
+
+
+ALIKE = [1000, 1007, 1015, 1022, 1030]
+MANY = [1024 * 5**n // 4**n for n in range(20)]
+
+
+@pytest.mark.parametrize("wanted", [ALIKE, MANY, MANY[::-1], [*MANY[10:], *MANY[:10]], [640] * 3])
+@pytest.mark.parametrize("held", ["one by one", "together"])
+def test_sizes_that_alternate_do_not_drive_each_other_out(accelerator, wanted, held):
+    """As 30 steps ask for them: what is pinned at the end of the second stays."""
+    pool = BufferPool(4, accelerator.pinned)
+    pinned = []
+    for _ in range(30):
+        in_use = []
+        for nbytes in wanted * 5:
+            in_use.append(pool.take(nbytes))
+            if held == "one by one":
+                pool.give(in_use.pop())
+        for buffer in in_use:
+            pool.give(buffer)
+        pinned.append(len(accelerator.pinned_sizes))
+    assert pinned[1:] == [pinned[1]] * 29
+    assert pool.pinned_bytes == sum(size * len(free) for size, free in pool.buckets.items())
+    if wanted is ALIKE:
+        assert pinned[0] == (25 if held == "together" else 2)
+    else:
+        assert max(pool.buckets) == bucket_size(max(wanted))  # the largest are worth it
 
 
 def test_no_bucket_at_all_never_pins(accelerator):
@@ -222,14 +288,17 @@ def test_no_bucket_at_all_never_pins(accelerator):
 def test_a_failed_pin_falls_back_and_is_said_once(caplog):
     accelerator = FakeAccelerator(pinnable=250)
     pool = BufferPool(12, accelerator.pinned)
-    taken = [pool.take(100) for _ in range(4)]
+    taken = [pool.take(112) for _ in range(4)]
     assert [buffer.pinned for buffer in taken] == [True, True, False, False]
     assert [record.message for record in caplog.records] == [
-        "SEG611 no pinned memory, offloading to pageable memory: cannot lock so much memory"
+        "SEG611 no memory can be pinned, so all that is offloaded waits in pageable memory, which "
+        "is slower: cannot lock so much memory; "
+        "gradient_checkpointing_offload_pin_memory_max_buckets of 0 pins none"
     ]
     for buffer in taken:
         pool.give(buffer)
-    assert not pool.take(100).pinned
+    assert not pool.take(112).pinned
+    assert pool.pinned_bytes == 0
 
 
 # Whole models.
@@ -330,6 +399,11 @@ def test_every_buffer_comes_back(accelerator):
         step(model, inputs)
         assert accelerator.pinned_sizes == pinned
         assert sum(sizes(pool_of(installation)).values()) == len(pinned)
+    effect = installation.effect
+    assert 0 < effect.cpu_bytes <= effect.pinned_bytes == sum(pinned)
+    assert str(effect).endswith(
+        f"\nin CPU memory: {readable(effect.cpu_bytes)}; pinned buffers: {readable(sum(pinned))}"
+    )
 
 
 def in_cpu_memory():

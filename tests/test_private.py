@@ -32,6 +32,7 @@ def test_one_that_drifted_is_named(monkeypatch, capsys):
 
 PRIVATE = re.compile(
     r"torch\._(?!_version__)|torch\.utils\._|\b_supports_gradient|\b_gradient_checkpointing_func|\b_hf_hook"
+    r"|\b_set_gradient_checkpointing"
     r"|\b_diffusers_hook|\b_disable_adapters|\b_active_adapter|\b_forward_(pre_)?hooks"
     r"|\b_backward_(pre_)?hooks|\b_global_forward|\b_compiled_call|\b_orig_mod|\b_mp_policy"
     r"|\b_is_stateful|\b_keep_in_fp32|output_capturing|\b_NormBase"

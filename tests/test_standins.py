@@ -313,9 +313,8 @@ def test_native_setters_that_fail_leave_what_was_set_before(where, error, monkey
 def test_what_a_native_class_makes_of_an_interval_is_said(segments, schedule, caplog):
     model, _ = toy(Native)
     facts = native_family(segments, notes=("musubi is ignored",))
-    report = simpletuner_segckpt.apply(model, keys(2, 4, keep_last=1), family=facts).report
+    report = simpletuner_segckpt.apply(model, keys(2, 4), family=facts).report
     said = report.remarks
-    assert any("keep_last: the class knows no such key" in line for line in said)
     assert any(MEANINGS[segments] in line for line in said)
     assert "musubi is ignored" in said
     assert all(line in caplog.text for line in said)
@@ -434,15 +433,23 @@ def test_a_native_class_without_a_setter_for_an_option():
             self.interval = value
 
     model, _ = toy(OnlyInterval)
-    report = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family()).report
-    [remark] = report.remarks
-    assert remark.startswith("gradient_checkpointing_segment_stride: the class has no setter")
-    assert str(report.stacks[0].schedule) == "[0 1] [2 3] [4 5]"  # as if there were no stride
+    ignored = keys(2, 4, 1) | {"gradient_checkpointing_keep": "attention"}
+    for facts in (native_family(), None):
+        with pytest.raises(ConfigError) as error:
+            simpletuner_segckpt.apply(model, ignored, family=facts)
+        assert str(error.value).split("\n") == [
+            f"SEG402 error: `gradient_checkpointing_{key}` is given, but OnlyInterval has no "
+            "setter for it; leave it out"
+            for key in ("segment_stride", "keep", "keep_last")
+        ]
+    off = {"gradient_checkpointing": False}
+    assert simpletuner_segckpt.apply(model, ignored | off).report.strategy == "off"
+    report = simpletuner_segckpt.apply(model, keys(2), family=native_family()).report
+    assert str(report.stacks[0].schedule) == "[0 1] [2 3] [4 5]"
 
 
 def test_a_native_report_promises_nothing_that_only_the_class_knows():
     more = {
-        "gradient_checkpointing_keep": "attention",
         "gradient_checkpointing_backend": "unsloth",
         "gradient_checkpointing_offload_attention": True,
         "gradient_checkpointing_offload_prefetch": True,
@@ -450,14 +457,12 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
     }
     model, _ = toy(TakesAll)
     facts = native_family(backends=("torch", "unsloth", "torch-ffn"), attention_offload=True)
-    report = simpletuner_segckpt.apply(model, keys(2, 4, 1) | more, family=facts).report
+    report = simpletuner_segckpt.apply(model, keys(2, 4) | more, family=facts).report
     assert (model.backend, model.offload) == ("unsloth", True)
     assert report.lines()[1:] == [
         "blocks: 6 blocks, native",
         "  [0 1] 2 3 [4 5]",
         "  4 recomputed in 2 checkpoint calls, 2 run normally",
-        "remark: gradient_checkpointing_keep: the class knows no such key and ignores it",
-        "remark: gradient_checkpointing_keep_last: the class knows no such key and ignores it",
         "remark: gradient_checkpointing_offload_pin_memory_max_buckets: the class has no setter "
         "for it; the trainer itself reads it",
         "remark: gradient_checkpointing_offload_prefetch: the class has no setter for it; the "

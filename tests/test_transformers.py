@@ -272,6 +272,34 @@ def test_off_and_on_again_and_removed(name):
         assert linear_calls(model, path, inputs) == [native] * 6
 
 
+def forward_hooks(model):
+    return Counter(name for name, module in model.named_modules() for _ in module._forward_hooks)
+
+
+@pytest.mark.parametrize("before", ["nothing", "hooks", "on"])
+def test_peft_that_finds_checkpointing_on_leaves_no_hook_more(before):
+    """It then has the embeddings ask for gradients, which enabling asks for, too."""
+    left = []
+    for installs in (False, True):
+        model, inputs = make("llama")
+        for _ in range(2 * (before == "hooks")):
+            model.enable_input_require_grads()
+        if before == "on":
+            model.gradient_checkpointing_enable()
+        installation = simpletuner_segckpt.apply(model, keys(2)) if installs else None
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        model.gradient_checkpointing_enable()
+        for _ in range(2):
+            step(wrapped, inputs)
+        if installation:
+            installation.remove()
+        left.append(forward_hooks(model))
+        model.disable_input_require_grads()
+        left.append(forward_hooks(model))
+    assert left[:2] == left[2:]
+    assert sum(left[0].values()) > 0
+
+
 @pytest.mark.parametrize("name", STACK_OF)
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_layers_that_the_library_itself_was_told_to_checkpoint(name, offload, caplog):

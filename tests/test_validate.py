@@ -346,9 +346,20 @@ def test_a_family_without_facts_about_simpletuner(validate):
     assert "strategy segmented" in out
 
 
+def test_a_class_without_a_choice_of_backends_has_that_of_torch(validate):
+    code, out = validate(
+        {"model_family": "ace_step"}, "--native", "--blocks", "transformer_blocks=4"
+    )
+    assert (code, out.endswith("All keys are right.\n")) == (0, True)
+
+
 def test_a_variable_that_simpletuner_does_not_know_is_no_option(validate):
     text = "MODEL_FAMILY=wan\nGRADIENT_CHECKPOINTING_KEEP_LAST=1\n"
-    assert validate(text, "--native", name="config.env")[0] == 0
+    code, out = validate(text, "--native", name="config.env")
+    assert code == 0
+    assert (
+        "SEG304 warning: `GRADIENT_CHECKPOINTING_KEEP_LAST` is a variable that SimpleTuner" in out
+    )
 
 
 @pytest.mark.parametrize("place", ["", "transformer"])

@@ -11,13 +11,8 @@ from ..config.file import read_config_file
 from ..families.registry import FamilyRegistry
 from ..messages.errors import FamilyError, UnknownFamily, UsageError
 from ..messages.findings import RULES
-from ..schedules.checked_file import (
-    MOST_BLOCKS,
-    check_file,
-    engine_plan,
-    native_plan,
-    read_model_config,
-)
+from ..schedules.checked_file import check_file, engine_plan, native_plan, read_model_config
+from ..schedules.report import MOST_BLOCKS
 from .output import command, refuse
 from .printing import PRINTERS
 

@@ -77,4 +77,8 @@ class Forward:
     def effect(self) -> Effect:
         """What ran, stack by stack in execution order."""
         runs = [*self.reached, *(run for run in self.runs if run not in self.reached)]
-        return Effect(tuple(run.effect() for run in runs), self.conditions)
+        effects = tuple(run.effect() for run in runs)
+        if self.offload is None:
+            return Effect(effects, self.conditions)
+        held = self.offload.cpu_bytes, self.offload.pinned_bytes
+        return Effect(effects, self.conditions, *held)

@@ -196,7 +196,7 @@ class ForwardPlanner:
                 self.messages.warn(
                     "not-reached",
                     f"{run.stack.path} was not reached: this forward did not run its blocks, or "
-                    "not through the checkpoint function, so nothing of it is recomputed",
+                    "not through the checkpoint function, so the schedule recomputes nothing of it",
                 )
             elif isinstance(run, RecordingRun):
                 self.trying_out = True

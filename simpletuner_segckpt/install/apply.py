@@ -26,7 +26,11 @@ from ..model.stacks import (
     blocks_of,
 )
 from ..model.wrappers import is_one_graph, unwrap
-from ..private.of_libraries import CHECKPOINT_FUNCTION, SUPPORTS_CHECKPOINTING
+from ..private.of_libraries import (
+    CHECKPOINT_FUNCTION,
+    SUPPORTS_CHECKPOINTING,
+    takes_checkpoint_function,
+)
 from ..private.of_torch import hooks_on
 from ..recompute.submodules import SubmoduleKind
 from ..schedules.conditions import Condition
@@ -39,6 +43,7 @@ from .own_setters import (
     SetterState,
     call_setters,
     has_own_setters,
+    not_taken,
     undo_setters,
 )
 from .planned import planned_for
@@ -220,7 +225,9 @@ def _problems(
 ) -> list[Finding]:
     """What the keys ask for and the engine, or a class with setters of its own, cannot do."""
     if has_own_setters(base):
-        return list(native_problems(settings, family, type(base).__name__, report))
+        off = any(condition.off for condition in report.conditions)
+        refused = () if off else not_taken(settings, base)
+        return [*refused, *native_problems(settings, family, type(base).__name__, report)]
     config = settings.checkpointing
     found = list(problems(settings, family, type(base).__name__, report))
     moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)
@@ -235,7 +242,12 @@ def _problems(
 def _entry_for(
     platform: Platform, base: Module, report: Report, family: Family | None, settings: Settings
 ) -> CheckpointEntry:
-    asks_function = getattr(base, SUPPORTS_CHECKPOINTING, False)
+    flags = CheckpointFlags(base)
+    asks_function = (
+        getattr(base, SUPPORTS_CHECKPOINTING, False)
+        and flags.can_ask
+        and takes_checkpoint_function(base)
+    )
     conditions = family.conditions if family else ()
     forwards = ForwardPlanner(
         report.stacks,
@@ -248,7 +260,7 @@ def _entry_for(
         report,
         forwards,
         list(signature(type(base).forward).parameters)[1:],
-        CheckpointFlags(base),
+        flags,
         gap_blocks=_gap_blocks(base, report),
         intercepts=bool(family and family.keyword_loop) or not asks_function,
         parts=_parts(report, family, settings.checkpointing),

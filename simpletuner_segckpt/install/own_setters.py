@@ -5,7 +5,7 @@ own switches are used then, and the report says what such a class makes of the o
 family's ``[native]`` facts tell (``schedules.own_setters``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import Module
 from ..config.settings import Settings
 from ..config_schema import OWN_KEYS, CheckpointingConfig
 from ..families.schema import Family
+from ..messages.findings import Finding
 from ..schedules.own_setters import differences, native_report
 from ..schedules.report import Report
 
@@ -57,23 +58,22 @@ def has_own_setters(model: Module) -> bool:
     return any(hasattr(model, setter) for _, setter in SETTERS.values())
 
 
-def without_unknown_keys(settings: Settings, model: Module) -> Settings:
-    """``settings`` without the keys that the class of ``model`` does not take.
-
-    And without those of which only the class knows what they do inside the blocks.
-    """
-    unknown = [*_without_setter(model), "keep_last", "keep", "backend"]
-    config = _defaulted(settings.checkpointing, [*unknown, "offload_attention", "prefetch"])
-    return replace(settings, checkpointing=config)
-
-
-def _without_setter(model: Module) -> list[str]:
-    return [field for field, setter in SETTERS.values() if not hasattr(model, setter)]
-
-
-def _defaulted(config: CheckpointingConfig, fields: Iterable[str]) -> CheckpointingConfig:
+def not_taken(settings: Settings, model: Module) -> Iterator[Finding]:
+    """An error for each key that the class of ``model`` would ignore."""
+    fields = {key: field for key, (field, setter) in SETTERS.items() if not hasattr(model, setter)}
     default = CheckpointingConfig()
-    return config.model_copy(update={field: getattr(default, field) for field in fields})
+    for key, field in (fields | OWN_KEYS).items():
+        if getattr(settings.checkpointing, field) != getattr(default, field):
+            message = f"is given, but {type(model).__name__} has no setter for it; leave it out"
+            yield settings.finding("unsupported-option", message, key)
+
+
+def without_unknown_keys(settings: Settings) -> Settings:
+    """``settings`` without the keys of which only the class knows what they do."""
+    default = CheckpointingConfig()
+    unknown = ("keep_last", "keep", "backend", "offload_attention", "prefetch")
+    update = {field: getattr(default, field) for field in unknown}
+    return replace(settings, checkpointing=settings.checkpointing.model_copy(update=update))
 
 
 def call_setters(
@@ -85,15 +85,11 @@ def call_setters(
     setter that raises leaves the model as it was.
     """
     snapshot = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    remarks = []
-    default = CheckpointingConfig()
     try:
-        for key, (field, setter) in SETTERS.items():
+        for field, setter in SETTERS.values():
             value = getattr(config, field)
             if hasattr(model, setter):
                 getattr(model, setter)(value)
-            elif value != getattr(default, field):
-                remarks.append(f"{key}: the class has no setter for it and ignores it")
         switch: Any = model
         if config.enabled and hasattr(model, "enable_gradient_checkpointing"):
             switch.enable_gradient_checkpointing()
@@ -102,16 +98,15 @@ def call_setters(
     except BaseException:
         undo_setters(model, _changes(model, snapshot, report))
         raise
-    for key, field in OWN_KEYS.items():
-        if getattr(config, field) != getattr(default, field):
-            remarks.append(f"{key}: the class knows no such key and ignores it")
-    for key, field in PROCESS_KEYS.items():
-        if getattr(config, field) != getattr(default, field):
-            remarks.append(f"{key}: the class has no setter for it; the trainer itself reads it")
+    default = CheckpointingConfig()
+    remarks = [
+        f"{key}: the class has no setter for it; the trainer itself reads it"
+        for key, field in PROCESS_KEYS.items()
+        if getattr(config, field) != getattr(default, field)
+    ]
     if family and family.native:
         remarks += differences(config, family.native)
-    taken = _defaulted(config, _without_setter(model))
-    told = replace(native_report(taken, family, report), remarks=tuple(remarks))
+    told = replace(native_report(config, family, report), remarks=tuple(remarks))
     return _changes(model, snapshot, told)
 
 

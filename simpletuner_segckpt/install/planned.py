@@ -11,12 +11,16 @@ from ..model.stacks import (
     block_list,
     candidate_stacks,
     has_checkpointing_layers,
+    holds_one_twice,
     matching,
     stacks_of,
     units_of,
 )
 from ..schedules.report import UNITS, Report, make_report
 from .own_setters import has_own_setters, without_unknown_keys
+
+# Why a list of blocks is no stack: a call of a block does not say which of its places is meant.
+REPEATED = "holds one block more than once, so its blocks cannot be told apart"
 
 
 def planned_for(
@@ -30,13 +34,16 @@ def planned_for(
     stacks, left_out = _stacks_of(base, described)
     if not stacks:
         name = type(base).__name__
+        repeated = [path for path, reason in left_out if reason == REPEATED]
+        if repeated:
+            raise UnsupportedModel(f"{name} has no stack to schedule: `{repeated[0]}` {REPEATED}")
         if described and described.stacks:
             paths = ", ".join(stack.path for stack in described.stacks)
             raise UnsupportedModel(
                 f"{name} has none of the stacks of the family {described.family}: {paths}"
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
-    planned = without_unknown_keys(settings, base) if has_own_setters(base) else settings
+    planned = without_unknown_keys(settings) if has_own_setters(base) else settings
     return described, make_report(planned, described, stacks, left_out)
 
 
@@ -71,9 +78,11 @@ def _find_family(
 def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Blocks per stack, and the lists of blocks that are left out, each with the reason."""
     candidates = candidate_stacks(base)
+    stacks = candidates if family is None else stacks_of(base, family.stacks)
+    repeated = [(path, REPEATED) for path in candidates | stacks if holds_one_twice(base, path)]
+    stacks = {path: count for path, count in stacks.items() if (path, REPEATED) not in repeated}
     if family is None:
-        return candidates, []
-    stacks = stacks_of(base, family.stacks)
+        return stacks, repeated
     name = type(base).__name__
     left_out = [
         (stack.path, f"{name} has no such list of blocks")
@@ -88,6 +97,7 @@ def _stacks_of(base: Module, family: Family | None) -> tuple[dict[str, int], lis
         for path in matching(base, entry.path)
         if path not in stacks
     }
+    described = dict(repeated) | described
     other = {
         path: f"not described by the family {family.family}"
         for path in candidates

@@ -6,22 +6,34 @@ and the function that its loop then hands each block to.
 
 from collections.abc import Iterable
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch.utils.checkpoint
 from torch.nn import Module
 
-from ..private.of_libraries import CHECKPOINT_FUNCTION, STOCK_FUNCTIONS_MODULE
+from ..messages.errors import UnsupportedModel
+from ..private.of_libraries import (
+    CHECKPOINT_FUNCTION,
+    INPUT_GRADIENTS_HOOK,
+    STOCK_FUNCTIONS_MODULE,
+)
+from ..private.of_torch import drop_forward_hooks, hooks_on
 from .wrappers import unwrapped
 
 SWITCH = "gradient_checkpointing"
+# In a copy, a function of the original that cannot be copied.
+_LOST = "lost"
 
 
 class CheckpointFlags:
     """The modules of one model that have the two attributes, and what these were at first.
 
-    names: of the modules. There are names only, so that a copy of the model has the same ones.
-    Modules that were taken out of the model since are left alone.
+    names: of the modules whose switch can be set. There are names only, so that a copy of the model
+    has the same ones. Modules that were taken out of the model since are left alone.
+
+    A switch that is a property without a setter is the class's own affair while it is off; one that
+    is on would have the loop recompute by itself whatever is installed: ``UnsupportedModel``.
     """
 
     def __init__(self, model: Module):
@@ -30,31 +42,53 @@ class CheckpointFlags:
             for name, module in model.named_modules()
             if hasattr(module, SWITCH) and unwrapped(module) is module  # wrappers pass it on
         }
-        self.names = tuple(found)
+        self._fixed = tuple(name for name, module in found.items() if _is_fixed(module, SWITCH))
+        self.names = tuple(name for name in found if name not in self._fixed)
         self._before: dict[str, dict[str, Any]] = {
             name: {
-                key: module.__dict__[key]
+                key: getattr(module, key)
                 for key in (SWITCH, CHECKPOINT_FUNCTION)
-                if key in module.__dict__
+                if key in module.__dict__ or _property(module, key)
             }
             for name, module in found.items()
+            if name in self.names
         }
+        self._input_hooks = {
+            name: len(hooks) for name, m in model.named_modules() if (hooks := _input_hooks(m))
+        }
+        self._refuse_fixed(model)
 
     def __getstate__(self) -> dict[str, Any]:
         before = {
-            name: {key: None if _is_local(value) else value for key, value in state.items()}
+            name: {key: _LOST if _is_local(value) else value for key, value in state.items()}
             for name, state in self._before.items()
         }
-        return {"names": self.names, "_before": before}
+        return self.__dict__ | {"_before": before}
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether the modules' loops can be switched to the function that is set on them."""
+        return bool(self.names) and not self._fixed
 
     def is_on(self, model: Module) -> bool:
         """Whether checkpointing is on; a model without the switch cannot say no."""
         return all(getattr(module, SWITCH) for _, module in _modules(model, self.names[:1]))
 
     def switch(self, model: Module, on: bool) -> None:
-        """Switch checkpointing on or off."""
+        """Switch checkpointing on or off. Raises ``UnsupportedModel``."""
+        if not on:
+            self._refuse_fixed(model)
         for _, module in _modules(model, self.names):
             setattr(module, SWITCH, on)
+
+    def _refuse_fixed(self, model: Module) -> None:
+        for _, module in _modules(model, self._fixed):
+            if getattr(module, SWITCH):
+                raise UnsupportedModel(
+                    f"`{SWITCH}` of {type(module).__name__} is a property that cannot be set, and "
+                    "it is on, so its loop recomputes blocks by itself; switch it off, or give it "
+                    "a setter"
+                )
 
     def is_uneven(self, model: Module) -> bool:
         """Whether it is on in some modules and off in others (``every_n_layers``)."""
@@ -64,6 +98,8 @@ class CheckpointFlags:
         """Have every module ask ``function``; returns the functions of others that it replaces."""
         replaced = []
         for _, module in _modules(model, self.names):
+            if _is_fixed(module, CHECKPOINT_FUNCTION):
+                continue
             previous = getattr(module, CHECKPOINT_FUNCTION, None)
             if previous is not function and not _is_stock(previous) and previous not in replaced:
                 replaced.append(previous)
@@ -75,6 +111,7 @@ class CheckpointFlags:
         return all(
             getattr(module, CHECKPOINT_FUNCTION, None) is function
             for _, module in _modules(model, self.names[:1])
+            if not _is_fixed(module, CHECKPOINT_FUNCTION)
         )
 
     def restore(self, model: Module) -> None:
@@ -82,14 +119,18 @@ class CheckpointFlags:
         for name, module in _modules(model, self._before):
             state = self._before[name]
             for key in (SWITCH, CHECKPOINT_FUNCTION):
-                if key in state:
-                    setattr(module, key, state[key])
-                else:
+                if key not in state:
                     module.__dict__.pop(key, None)
-        without_function = (not state.get(CHECKPOINT_FUNCTION) for state in self._before.values())
-        switched_on = (bool(state.get(SWITCH)) for state in self._before.values())
-        if any(on and lost for on, lost in zip(switched_on, without_function, strict=True)):
-            # In a copy of the model: the stock function could not be copied with it.
+                elif not _is_fixed(module, key):
+                    setattr(module, key, None if state[key] == _LOST else state[key])
+        if not any(state.get(SWITCH) for state in self._before.values()):
+            # PEFT asks for one where checkpointing is on, which was our doing, and whoever enables
+            # it then asks for another.
+            for name, module in model.named_modules():
+                most = self._input_hooks.get(name, 0) + 1
+                drop_forward_hooks(module, _input_hooks(module)[:-most])
+        lost = (s for s in self._before.values() if s.get(CHECKPOINT_FUNCTION) == _LOST)
+        if any(state.get(SWITCH) for state in lost):
             enable: Any = model.enable_gradient_checkpointing
             enable()
 
@@ -102,6 +143,18 @@ def described(function: Any) -> str:
     return getattr(function, "__qualname__", str(function))
 
 
+def _property(module: Module, key: str) -> property | None:
+    """The property of the module's class by this name."""
+    found = getattr_static(type(module), key, None)
+    return found if isinstance(found, property) else None
+
+
+def _is_fixed(module: Module, key: str) -> bool:
+    """Whether ``key`` is a property without a setter."""
+    found = _property(module, key)
+    return found is not None and found.fset is None
+
+
 def _modules(model: Module, names: Iterable[str]) -> list[tuple[str, Any]]:
     """Those of the modules with these names that are still there, unwrapped."""
     found = []
@@ -112,6 +165,15 @@ def _modules(model: Module, names: Iterable[str]) -> list[tuple[str, Any]]:
             continue
         found.append((name, unwrapped(module)))
     return found
+
+
+def _input_hooks(module: Module) -> list[Any]:
+    """The hooks by which transformers has a gradient begin at the output of ``module``."""
+    return [
+        hook
+        for _, hook in hooks_on(module, "forward hook")
+        if getattr(hook, "__qualname__", "").startswith(INPUT_GRADIENTS_HOOK)
+    ]
 
 
 def _is_stock(function: Any) -> bool:

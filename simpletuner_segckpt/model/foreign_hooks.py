@@ -27,6 +27,7 @@ from ..private.of_libraries import (
 )
 from ..private.of_torch import global_forward_hooks, hooks_on
 from ..schedules.conditions import Condition
+from ..schedules.group_offload import MOVED_TOGETHER, TAKEN_AWAY, needed_again
 from ..schedules.report import StackReport
 from .stacks import all_modules
 from .wrappers import unwrapped
@@ -119,17 +120,12 @@ def _refuse_offloading(hook: Any, planned: StackReport, blocks: int) -> None:
     together = len(hook.group.modules)
     if hook.config.offload_type == "block_level" and together > 1:
         raise UnsupportedModel(
-            f"{planned.path}: group offloading moves {together} blocks at a time, and when one of "
-            "them is recomputed only the first brings their weights back; write "
-            "num_blocks_per_group=1, or leaf_level"
+            f"{planned.path}: {MOVED_TOGETHER.format(together)}; write num_blocks_per_group=1, or "
+            "leaf_level"
         )
-    recomputed = () if planned.feed_forward else planned.covered
-    if kept := [str(block) for block in range(blocks) if block not in recomputed]:
-        raise UnsupportedModel(
-            f"{planned.path}: group offloading takes the weights away that the backward of blocks "
-            f"{' '.join(kept)} needs, since they are not recomputed as a whole; cover every block "
-            "(no stride, no keep_last, no backend for feed-forwards)"
-        )
+    if needed := needed_again(planned, blocks):
+        which = f"blocks {' '.join(map(str, needed))}"
+        raise UnsupportedModel(f"{planned.path}: {TAKEN_AWAY.format(which)}")
 
 
 def _hooks_of(block: Module) -> Iterator[_Hook]:

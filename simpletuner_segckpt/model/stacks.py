@@ -40,7 +40,7 @@ def candidate_stacks(model: Module) -> dict[str, int]:
     """Path and length of every outermost list of two or more equal blocks in ``model``.
 
     A block is a module that can be called and has modules of its own; all blocks of a stack
-    have one class, and none is in the list twice.
+    have one class. A list may hold one of them more than once (``holds_one_twice``).
     """
     found: dict[str, int] = {}
     for path, module in model.named_modules():
@@ -51,9 +51,15 @@ def candidate_stacks(model: Module) -> dict[str, int]:
             continue
         kind = type(blocks[0])
         callable_ = kind.forward is not Module.forward and not issubclass(kind, ScriptModule)
-        if callable_ and any(blocks[0].children()) and len(set(blocks)) == len(blocks):
+        if callable_ and any(blocks[0].children()):
             found[path] = len(blocks)
     return found
+
+
+def holds_one_twice(model: Module, path: str) -> bool:
+    """Whether one block stands more than once in the list at ``path``, which then is no stack."""
+    blocks = [unwrapped(block) for block in blocks_of(model, path)]
+    return len(set(blocks)) < len(blocks)
 
 
 def has_checkpointing_layers(model: Module) -> bool:

@@ -84,13 +84,19 @@ class Stored:
         self.host = host
         self.device = source.device
         self.views = 0
+        self.nbytes = source.nbytes
         self.buffer: Buffer = host.pool.take(source.nbytes)
         self._on_device: Tensor | None = None
         self._handed_out = 0
         out = host.stream(self.device, "out")
         out.wait_event(host.accelerator.current_stream(self.device).record_event())
-        host.copy(self.buffer.memory, source, self.buffer, out)
+        host.copy(self.memory, source, self.buffer, out)
         weakref.finalize(self, host.pool.give, self.buffer).atexit = False
+
+    @property
+    def memory(self) -> Tensor:
+        """What of the buffer, which may be larger, holds the storage."""
+        return self.buffer.memory[: self.nbytes]
 
     def wait(self) -> None:
         """Have the stream of the model wait for the copy that was started last."""
@@ -101,8 +107,8 @@ class Stored:
         if self._on_device is not None:
             return
         back = self.host.stream(self.device, "in")
-        memory = self.host.accelerator.empty(self.buffer.memory.nbytes, self.device, back)
-        self.host.copy(memory, self.buffer.memory, self.buffer, back)
+        memory = self.host.accelerator.empty(self.nbytes, self.device, back)
+        self.host.copy(memory, self.memory, self.buffer, back)
         self._on_device = memory
 
     def storage(self) -> torch.UntypedStorage:
@@ -144,6 +150,7 @@ class Offload:
     def __init__(self, host: HostMemory, order: dict[int, int] | None = None):
         self.host = host
         self.order = order
+        self.cpu_bytes = 0  # of all that was moved
         self._groups: list[weakref.WeakSet[Stored]] = []
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, Stored]]
         self._known = weakref.WeakKeyDictionary()
@@ -169,6 +176,11 @@ class Offload:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             return function(*args, **kwargs)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory that the model holds, also for what is not in use now."""
+        return self.host.pool.pinned_bytes
 
     def finish(self) -> None:
         """The forward is over: the device need not hold anything for copies that are under way.
@@ -205,6 +217,7 @@ class Offload:
             if stored is None or version != tensor._version:
                 source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
                 stored = Stored(self.host, source)
+                self.cpu_bytes += stored.buffer.memory.nbytes
                 self._known[storage] = tensor._version, stored
                 self._leaving.append((tensor.detach(), tensor._version, stored))
                 self._written = self.let_go(MOST_LEAVING) or self._written

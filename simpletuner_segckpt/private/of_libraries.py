@@ -5,6 +5,7 @@ Attributes, looked up where they may be missing: without them a feature is not n
 
 import sys
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 # diffusers: whether a class can checkpoint, and the function that its loop asks.
@@ -18,6 +19,10 @@ KEEP_IN_FP32 = "_keep_in_fp32_modules"
 
 # transformers: the module of the hooks by which it captures outputs.
 OUTPUT_CAPTURING = "transformers.utils.output_capturing"
+
+# transformers: how the qualified name of the hook begins that has a gradient begin at the inputs,
+# where PEFT leaves everything before the adapters frozen.
+INPUT_GRADIENTS_HOOK = "PreTrainedModel.enable_input_require_grads."
 
 # accelerate: its hook on a module, which also patches the forward.
 ACCELERATE_HOOK = "_hf_hook"
@@ -49,6 +54,9 @@ def set_attention_backend(backend: Any) -> None:
     if registry is not None and backend is not None:
         registry._active_backend = backend
 
+
+# diffusers: what `enable_gradient_checkpointing` leaves the work to.
+SET_CHECKPOINTING = "_set_gradient_checkpointing"
 
 _DIFFUSERS_HOOKS = "_diffusers_hook"
 # diffusers, accelerate: where the class is that their hooks are derived from.
@@ -92,3 +100,23 @@ def overridden(hook: Any, method: str) -> bool:
     bases = [base for base in type(hook).__mro__ if base.__module__ in _HOOK_BASES]
     found = getattr(hook, method, None)
     return not bases or getattr(found, "__func__", found) is not getattr(bases[-1], method)
+
+
+def takes_checkpoint_function(model: Any) -> bool:
+    """Whether ``enable_gradient_checkpointing(gradient_checkpointing_func=...)`` can be called.
+
+    It cannot where a class has a method of another shape in its place, or in that of what it calls.
+    """
+    given = {"gradient_checkpointing_func": None}
+    return _can_be_called(getattr(model, "enable_gradient_checkpointing", None), given) and (
+        not hasattr(model, SET_CHECKPOINTING)
+        or _can_be_called(getattr(model, SET_CHECKPOINTING), given | {"enable": True})
+    )
+
+
+def _can_be_called(function: Any, arguments: Mapping[str, Any]) -> bool:
+    try:
+        signature(function).bind(**arguments)
+    except TypeError:  # no function at all, too
+        return False
+    return True

@@ -5,7 +5,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,6 +167,13 @@ def hooks_on(module: Module, *kinds: str) -> Iterator[tuple[str, Any]]:
     for kind in kinds or _HOOKS:
         for hook in getattr(module, _HOOKS[kind], {}).values():
             yield kind, hook
+
+
+def drop_forward_hooks(module: Module, hooks: Collection[Any]) -> None:
+    """Take hooks off a module whose handles somebody else has; these then do nothing."""
+    table = getattr(module, FORWARD_HOOKS)
+    for key in [key for key, hook in table.items() if hook in hooks]:
+        del table[key]
 
 
 def global_forward_hooks() -> Iterator[Any]:

@@ -229,12 +229,27 @@ def _diffusers_model() -> bool:
     model.gradient_checkpointing = False
     model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
     asked = getattr(model, of_libraries.CHECKPOINT_FUNCTION) is function
+    asked = asked and of_libraries.takes_checkpoint_function(model)
     model.enable_gradient_checkpointing()
     stock = getattr(model, of_libraries.CHECKPOINT_FUNCTION)
     stock = getattr(stock, "func", stock)
     known = (of_libraries.STOCK_FUNCTIONS_MODULE, torch.utils.checkpoint.__name__)
-    there = hasattr(ModelMixin, of_libraries.KEEP_IN_FP32)
+    names = (of_libraries.KEEP_IN_FP32, of_libraries.SET_CHECKPOINTING)
+    there = all(hasattr(ModelMixin, name) for name in names)
     return asked and there and stock.__module__ in known
+
+
+def _input_gradients() -> bool:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    width = {"hidden_size": 2, "intermediate_size": 2, "num_attention_heads": 1}
+    model = CLIPTextModel(CLIPTextConfig(vocab_size=4, num_hidden_layers=1, **width))
+    model.enable_input_require_grads()
+    embeddings = model.get_input_embeddings()
+    [(_, hook)] = of_torch.hooks_on(embeddings, "forward hook")
+    of_torch.drop_forward_hooks(embeddings, [hook])
+    known = hook.__qualname__.startswith(of_libraries.INPUT_GRADIENTS_HOOK)
+    return known and not list(of_torch.hooks_on(embeddings))
 
 
 def _diffusers_hooks() -> bool:
@@ -422,7 +437,8 @@ NAMES = tuple(
             _fake_tensors,
         ),
         (
-            "_supports_gradient_checkpointing, _gradient_checkpointing_func, _keep_in_fp32_modules",
+            "_supports_gradient_checkpointing, _gradient_checkpointing_func, "
+            "_set_gradient_checkpointing, _keep_in_fp32_modules",
             "to be the function that a diffusers model asks",
             "calls of the blocks themselves are intercepted",
             _diffusers_model,
@@ -450,6 +466,12 @@ NAMES = tuple(
             "to know the hooks that capture outputs from those of others",
             "a model that has captured once runs block by block",
             lambda: find_spec(of_libraries.OUTPUT_CAPTURING) is not None,
+        ),
+        (
+            "PreTrainedModel.enable_input_require_grads.<locals>",
+            "to know the hook that PEFT has transformers put on the embeddings",
+            "remove() leaves one more of them than would be there",
+            _input_gradients,
         ),
         (
             "_disable_adapters, _active_adapter, LoraModel._enable_peft_forward_hooks",

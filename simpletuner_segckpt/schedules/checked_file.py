@@ -13,14 +13,12 @@ from ..config.file import ConfigFile
 from ..config.settings import Settings, check_settings, written
 from ..config_schema import OWN_KEYS, PREFIX, word
 from ..families.registry import FamilyRegistry
-from ..families.schema import Family
+from ..families.schema import Family, Stack
 from ..messages.errors import UnknownFamily, UsageError, reason_of
 from ..messages.findings import Finding
 from .own_setters import differences, native_problems, native_report
 from .problems import problems
-from .report import UNITS, Report, make_report
-
-MOST_BLOCKS = 10_000
+from .report import MOST_BLOCKS, UNITS, Report, make_report
 
 
 @dataclass
@@ -40,6 +38,18 @@ class Checked:
         if any(finding.rule == "unreadable" for finding in self.findings):
             return 2
         return int(any(finding.severity == "error" for finding in self.findings))
+
+
+# For what can be said of keys whatever the model: it has one stack, and every part in its blocks.
+ANY_MODEL = Family(
+    family="unknown",
+    title="the model",
+    stacks=(
+        Stack(
+            path="blocks", block="Block", feed_forward=("feed_forward",), attention=("attention",)
+        ),
+    ),
+)
 
 
 # From the settings, the family and the engine's report to the report that is shown, and findings.
@@ -66,10 +76,14 @@ def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Rep
     told = {finding.key for finding in settings.findings}
     for key in OWN_KEYS:
         name = written(settings.file, key)
-        as_option = name in settings.file.values and settings.file.called(name) == name
-        if as_option and name not in told:
+        if name not in settings.file.values or name in told:
+            continue
+        if settings.file.called(name) == name:
             message = "is an option that SimpleTuner does not know and refuses; leave it out"
             findings.append(settings.finding("unsupported-option", message, key))
+        else:
+            message = "is a variable that SimpleTuner does not read"
+            findings.append(settings.finding("no-effect", message, key, "warning"))
     remarks = tuple(differences(settings.checkpointing, family.native))
     return replace(native_report(settings.checkpointing, family, report), remarks=remarks), findings
 
@@ -111,17 +125,10 @@ def check_file(
             )
         found = found or of_class
     if found is None:
+        if plan is engine_plan:
+            findings += engine_plan(settings, ANY_MODEL, make_report(settings, ANY_MODEL, {}))[1]
         return Checked(file.name, findings, notes=["no model_family: pass --family to see blocks"])
     counts, origin = _counts(found, flavour, model_config, blocks or {})
-    interval = settings.checkpointing.interval
-    if interval > 1 and all(stack.per_block for stack in found.stacks):
-        reason = found.stacks[0].per_block if found.stacks else "it has units only"
-        message = (
-            f"is {interval}, but no blocks of {found.title} can run together ({reason}): those "
-            "that the schedule covers are recomputed one by one"
-        )
-        key = written(file, "gradient_checkpointing_interval")
-        findings.append(file.finding("unsupported-option", message, key, "warning"))
     missing = [
         stack.path
         for stack in found.stacks

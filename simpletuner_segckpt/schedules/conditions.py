@@ -64,6 +64,7 @@ CONFIG_CONDITIONS = {
     "tread_config": "TREAD routes tokens around chosen blocks",
     "controlnet": "a ControlNet residual is added after a block",
     "max_grounding_entities": "a grounding module runs after each block",
+    "enable_group_offload": "group offloading moves each block's weights as that block runs",
     "diffusion_blocks_config": "only a slice of the blocks is trained at a time",
 }
 
@@ -101,6 +102,8 @@ def sharding_stage(trainer: TrainerKeys) -> int | None:
 def _is_set(trainer: TrainerKeys, key: str) -> bool:
     if key == "layersync_enabled":
         return trainer.layersync_enabled and trainer.layersync_lambda > 0
+    if key == "enable_group_offload":  # by leaves it does what it does inside the blocks
+        return trainer.enable_group_offload and trainer.group_offload_type == "block_level"
     if key == "distillation_method":
         return trainer.distillation_method == "self_transcendence"
     return bool(getattr(trainer, key))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from ..messages.units import readable
 from .conditions import Condition
 from .report import UNITS, StackReport, Strategy
 from .tally import Tally
@@ -86,14 +87,23 @@ class Effect:
 
     Modules outside every stack that the model handed to its checkpoint function are the
     blocks of a stack of their own, ``units``, numbered in the order in which they ran.
+
+    cpu_bytes: CPU memory that what waits there takes.
+    pinned_bytes: pinned CPU memory that the model holds, also for what is not in use now.
     """
 
     stacks: tuple[StackEffect, ...]
     conditions: tuple[Condition, ...] = ()
+    cpu_bytes: int = 0
+    pinned_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [f"because of {condition}" for condition in self.conditions]
-        return "\n".join([*lines, *(line for stack in self.stacks for line in stack.lines())])
+        lines += [line for stack in self.stacks for line in stack.lines()]
+        if self.cpu_bytes or self.pinned_bytes:
+            waiting, held = readable(self.cpu_bytes), readable(self.pinned_bytes)
+            lines.append(f"in CPU memory: {waiting}; pinned buffers: {held}")
+        return "\n".join(lines)
 
     def __getitem__(self, path: str) -> StackEffect:
         """The effect on the stack at ``path``. Raises ``KeyError`` when it has none."""

@@ -135,7 +135,7 @@ def native_problems(
             f"write {whole if whole in native.backends else 'torch'}"
         )
         yield settings.finding("unsupported-option", message, "gradient_checkpointing_backend")
-    elif config.backend not in native.backends:
+    elif config.backend not in ("torch", *native.backends):
         message = f"is {config.backend}, but {name} recomputes with torch's own function"
         key = "gradient_checkpointing_backend"
         yield settings.finding("no-effect", message, key, "warning")

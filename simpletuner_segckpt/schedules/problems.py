@@ -7,7 +7,9 @@ from ..config.settings import Settings
 from ..config_schema import CheckpointingConfig
 from ..families.schema import Family, Stack
 from ..messages.findings import Finding
+from .group_offload import MOVED_TOGETHER, TAKEN_AWAY, needed_again
 from .report import Report
+from .without_effect import assumed, without_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +67,42 @@ def problems(
     ``name`` is what the model is called in the sentences. An option that no stack can carry out
     is an error; one that some cannot is a warning.
     """
-    config = settings.checkpointing
-    if any(condition.off for condition in report.conditions):
-        return
+    planned = assumed(settings, family, report)
+    found = list(settings.findings)
+    if not any(condition.off for condition in report.conditions):
+        said = [
+            *_one_by_one(settings, family, name),
+            *_lacking(settings, family, name, report),
+            *_of_trainer(settings, planned),
+        ]
+        yield from said
+        found += said
+    told = {finding.key for finding in found}
+    yield from (f for f in without_effect(settings, family, planned) if f.key not in told)
+
+
+def _one_by_one(settings: Settings, family: Family | None, name: str) -> Iterator[Finding]:
+    """An interval of a family whose blocks can never run together."""
+    interval = settings.checkpointing.interval
+    if family and interval > 1 and all(stack.per_block for stack in family.stacks):
+        reason = family.stacks[0].per_block if family.stacks else "it has units only"
+        message = (
+            f"is {interval}, but no blocks of {name} can run together ({reason}): those that the "
+            "schedule covers are recomputed one by one"
+        )
+        key = "gradient_checkpointing_interval"
+        yield settings.finding("unsupported-option", message, key, "warning")
+
+
+def _lacking(
+    settings: Settings, family: Family | None, name: str, report: Report
+) -> Iterator[Finding]:
+    """Keys that are about a part which blocks do not have."""
     described = family.stacks if family else ()
     stacks: Sequence[Stack] = described
     if report.stacks:  # in validate, the blocks of none may have been counted
         stacks = [s for s in described if any(s.describes(r.path) for r in report.stacks)]
-    for need in _needs(config):
+    for need in _needs(settings.checkpointing):
         lacking = [stack.path for stack in stacks if not getattr(stack, need.part)]
         having = len(stacks) - len(lacking)
         if not having:
@@ -87,13 +117,26 @@ def problems(
             where = f"the blocks of {', '.join(lacking)} have no {need.called} of their own"
             message = f"{need.says}: {where} and {need.otherwise}"
             yield settings.finding("unsupported-option", message, need.key, "warning")
-    attention = any(stack.attention for stack in stacks)
-    offloading = any(stack.offloaded for stack in report.stacks)
-    if config.offload_attention and attention and report.stacks and not offloading:
+
+
+def _of_trainer(settings: Settings, report: Report) -> Iterator[Finding]:
+    """Keys of the trainer that get in the way of the schedule."""
+    trainer = settings.trainer
+    if trainer.activation_memory_budget < 1:
         message = (
-            "has no effect: every block is recomputed as a whole, so its attention saves nothing; "
-            "leave gaps (a stride above the interval, or keep_last), or write a backend that "
-            "recomputes the feed-forwards only"
+            f"is {trainer.activation_memory_budget}: torch.compile recomputes by it, too, also in "
+            "blocks that the schedule keeps; leave it out, or write false for "
+            "gradient_checkpointing"
         )
-        key = "gradient_checkpointing_offload_attention"
-        yield settings.finding("no-effect", message, key, "warning")
+        yield settings.finding("unsupported-option", message, "activation_memory_budget", "warning")
+    covering = [stack for stack in report.stacks if stack.covered]
+    if not trainer.enable_group_offload or not covering:
+        return
+    together = trainer.group_offload_blocks_per_group
+    if trainer.group_offload_type == "block_level" and together > 1:
+        fault = MOVED_TOGETHER.format(together)
+        message = f"is {together}: {fault}; write 1, or leaf_level as group_offload_type"
+        yield settings.finding("unsupported-option", message, "group_offload_blocks_per_group")
+    elif any(needed_again(stack, stack.blocks) for stack in covering):
+        message = f"is on: {TAKEN_AWAY.format('some blocks')}"
+        yield settings.finding("unsupported-option", message, "enable_group_offload")

@@ -14,6 +14,7 @@ from .conditions import Condition, config_conditions
 from .schedule import Schedule, make_schedules
 
 UNITS = "units"  # the path under which modules outside every stack are reported
+MOST_BLOCKS = 10_000  # of a stack
 
 
 Strategy = Literal["segmented", "per-block", "native", "off"]
