@@ -2,7 +2,9 @@
 
 import copy
 import logging
+import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +43,7 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import simpletuner_segckpt
 from simpletuner_segckpt.verify.step import counted, step
@@ -390,6 +393,113 @@ def test_generation_is_as_it_was(name, training):
             assert set(calls[decoder].values()) == {6}
         assert torch.equal(*generated)
         step(model, inputs)
+
+
+class AsksNoGradients(LlamaDecoderLayer):
+    """As before transformers 5.24, whose layers drop a cache in training mode, gradients or not."""
+
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            kwargs |= dict.fromkeys(kwargs.keys() & {"past_key_values", "cache"})
+            return self._gradient_checkpointing_func(partial(super().__call__, **kwargs), *args)
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.fixture
+def asks_no_gradients():
+    """Such a model, and a step that trains on a prefix of which ``part`` makes the cache."""
+    model, inputs = make("llama")
+    model.config.attention_dropout = 0.0
+    for layer in model.model.layers:
+        layer.__class__ = AsksNoGradients
+        layer.self_attn.attention_dropout = 0.0
+    tokens = inputs["input_ids"]
+
+    def train(model, part):
+        def run():
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                part(tokens[:, :4], past_key_values=cache)
+            assert [cache.get_seq_length(layer) for layer in range(6)] == [4] * 6
+            return model(tokens[:, 4:], past_key_values=cache).logits
+
+        return step(model, {}, run=run)
+
+    return model, inputs, train
+
+
+def test_a_prefix_without_gradients_fills_its_cache(asks_no_gradients, caplog):
+    model, inputs, train = asks_no_gradients
+    plain = copy.deepcopy(model)
+    expected, tokens = train(plain, plain), inputs["input_ids"][:1]
+    generated = plain.generate(tokens, max_new_tokens=6, do_sample=False)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for part in (model, model.model, model):
+        assert train(model, part) == expected
+        assert torch.equal(model.generate(tokens, max_new_tokens=6, do_sample=False), generated)
+        assert model.is_gradient_checkpointing
+        for _ in range(2):
+            step(model, inputs)
+        assert drawn(installation) == [PAIRS]
+    assert not said(caplog, "past its hooks")
+    model.gradient_checkpointing_disable()
+    train(model, model)
+    assert not model.is_gradient_checkpointing  # the trainer's own choice is not taken back
+
+
+def test_a_prefix_that_raises_leaves_checkpointing_on(asks_no_gradients):
+    model, inputs, _ = asks_no_gradients
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for part in (model, model.model):
+        for error in (RuntimeError, KeyboardInterrupt):  # torch calls no hook after the latter
+            broken = model.model.layers[3].register_forward_hook(raising(error))
+            with torch.no_grad(), pytest.raises(error):
+                part(inputs["input_ids"])
+            broken.remove()
+            for _ in range(2):
+                step(model, inputs)
+            assert model.is_gradient_checkpointing
+            assert drawn(installation) == [PAIRS]
+
+
+def raising(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+@pytest.mark.parametrize("outer", ["prefix", "step"])
+def test_threads_that_train_and_do_not_share_a_model(asks_no_gradients, outer):
+    """The switch is one for all threads: whichever forward ends first leaves it as it is."""
+    model, inputs, train = asks_no_gradients
+    runs = {"prefix": lambda one: train(one, one), "step": lambda one: step(one, inputs)}
+    plain = copy.deepcopy(model)
+    expected = {name: run(plain) for name, run in runs.items()}
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        step(model, inputs)
+    waiting = [threading.Thread(target=lambda: found.append(filled(model, inputs["input_ids"])))]
+    if outer == "prefix":
+        waiting = [threading.Thread(target=lambda: found.append(step(model, inputs)))]
+    found = []
+
+    def meanwhile(*_):
+        while waiting:
+            thread = waiting.pop()
+            thread.start()
+            thread.join(60)
+            model.zero_grad()
+
+    model.model.layers[2].mlp.register_forward_pre_hook(meanwhile)
+    assert runs[outer](model) == expected[outer]
+    if outer == "prefix":
+        assert found == [expected["step"]]
+    else:
+        assert [found[0].get_seq_length(layer) for layer in range(6)] == [7] * 6
+    assert model.is_gradient_checkpointing
+    step(model, inputs)
+    assert drawn(installation) == [PAIRS]
 
 
 CAPTURES = [{"output_hidden_states": True}, {"output_attentions": True}]
