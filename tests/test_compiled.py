@@ -392,6 +392,18 @@ def test_prepared_by_accelerate_with_mixed_precision(order, regional):
         assert stack.segments == (range(0, 2), range(4, 5))
 
 
+def test_what_is_around_a_model_stays_there():
+    model, inputs = toy(WithDoor)
+    expected = step(model, inputs)
+    parallel = torch.nn.DataParallel(model)
+    graph = torch.compile(parallel, backend="eager")
+    installation = simpletuner_segckpt.apply(graph, keys(2, 4))
+    assert installation.model is model
+    assert graph._orig_mod is parallel
+    assert step(model, inputs, run=graph) == expected
+    assert installation.history.compiled
+
+
 @pytest.mark.parametrize("order", ["apply", "compile", "compile step"])
 def test_blocks_compiled_by_diffusers(order):
     model, inputs = model_and_inputs("flux")
