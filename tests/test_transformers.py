@@ -1,6 +1,7 @@
 """Text encoders and decoders of transformers: their layers are gates themselves."""
 
 import copy
+import inspect
 import logging
 import threading
 from collections import Counter
@@ -28,6 +29,7 @@ from transformers import (
     LlamaModel,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -43,6 +45,7 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.bart.modeling_bart import BartDecoder
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import simpletuner_segckpt
@@ -91,6 +94,8 @@ class AudioTokens(nn.Module):
 
 
 def seq2seq_of_bart():
+    if "self.layerdrop > 0" not in inspect.getsource(BartDecoder.forward):
+        pytest.skip("Bart of this transformers draws random numbers between any two layers")
     sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_layers": 6}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 6}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -245,6 +250,10 @@ def linear_calls(model, path, inputs):
     return [calls[index] for index in sorted(calls)]
 
 
+told_to_checkpoint = pytest.mark.skipif(
+    not hasattr(PreTrainedModel, "activation_checkpointing_enable"),
+    reason="this transformers has no activation_checkpointing_enable",
+)
 STACK_OF = {"llama": "model.layers", "clip": "encoder.layers", "t5": "encoder.block"}
 
 
@@ -275,6 +284,7 @@ def test_off_and_on_again_and_removed(name):
         assert linear_calls(model, path, inputs) == [native] * 6
 
 
+@told_to_checkpoint
 @pytest.mark.parametrize("name", STACK_OF)
 @pytest.mark.parametrize("offload", [False, True])
 def test_the_layers_that_the_library_itself_was_told_to_checkpoint(name, offload, caplog):
@@ -296,6 +306,7 @@ def test_the_layers_that_the_library_itself_was_told_to_checkpoint(name, offload
         assert linear_calls(model, path, inputs) == [2, 1] * 3
 
 
+@told_to_checkpoint
 def test_options_that_the_schedule_takes_the_place_of_are_named(caplog):
     model, inputs = make("llama")
     installation = simpletuner_segckpt.apply(model, keys(2))
@@ -362,13 +373,16 @@ def test_a_cache_that_is_given_is_filled_once(cache, training, implementation, c
     plain = copy.deepcopy(model)
     expected = step(plain, {"model": plain}, run=run)
     installation = simpletuner_segckpt.apply(model, keys(2))
-    for argument in ("past_key_values", "cache"):
+    # The newer name of the argument, where the installed model takes it.
+    parameters = inspect.signature(LlamaForCausalLM.forward).parameters
+    arguments = ["past_key_values", *({"cache"} & parameters.keys())]
+    for argument in arguments:
         for _ in range(2):
             assert step(model, {"argument": argument}, run=run) == expected
             assert drawn(installation) == ["0 1 2 3 4 5"]
     assert [message.partition(": ")[2] for message in warned(caplog.records)] == [
-        "past_key_values: blocks that are given a KV cache run without being recomputed",
-        "cache: blocks that are given a KV cache run without being recomputed",
+        f"{argument}: blocks that are given a KV cache run without being recomputed"
+        for argument in arguments
     ]
     for _ in range(2):
         step(model, inputs)
