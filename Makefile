@@ -7,7 +7,7 @@ CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json layer-ke
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test slow check lint sweep bench clean
+.PHONY: demo test slow floors newest check lint sweep bench clean
 
 demo: .venv/installed
 	@echo "Five short training runs: about two minutes on 2 idle cores."
@@ -20,6 +20,20 @@ test: .venv/quantized
 # What takes a compiler, or every family at its real width; and DeepSpeed, which builds an operator as it starts.
 slow: .venv/quantized .venv/deepspeed
 	$(BIN)/pytest -n auto --dist worksteal -m slow
+
+# The families, then the tests, on the oldest and on the newest versions that pyproject.toml admits, each in an
+# environment of its own (several GB). docs/versions.md has what came of it.
+floors: .venv-floors/installed
+	$(call all_of,.venv-floors)
+
+newest: .venv-newest/installed
+	$(call all_of,.venv-newest)
+
+define all_of
+	$(1)/bin/python -m simpletuner_segckpt.check --all
+	$(1)/bin/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(1)/bin/python -m pytest tests/test_compiled.py
+endef
 
 # The type checker wants the package as it is installed: under one name, in one tree.
 lint: .venv/installed
@@ -51,6 +65,13 @@ bench: .venv/installed
 	$(PIP) -e ".[dev]"
 	touch $@
 
+.venv-floors/installed .venv-newest/installed: .venv-%/installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --disable-pip-version-check --upgrade -c constraints-$*.txt torch
+	$(@D)/bin/pip install --disable-pip-version-check --upgrade -c constraints-$*.txt -e ".[dev]"
+	$(@D)/bin/pip install --disable-pip-version-check --upgrade -c constraints-$*.txt --no-deps --target $(@D)/quantized torchao bitsandbytes
+	touch $@
+
 # In a folder of their own: wherever they are installed PEFT imports them, which takes seconds each time.
 .venv/quantized: .venv/installed
 	@echo "Installing torchao and bitsandbytes for the tests; later starts skip it."
@@ -70,4 +91,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .typecheck runs build *.egg-info
+	rm -rf .venv .venv-floors .venv-newest .typecheck runs build *.egg-info

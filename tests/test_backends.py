@@ -20,11 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError
 from toys import WIDTH, WithDoor, toy
-from training import REGISTRY, add_lora, family, keys, model_and_inputs
+from training import REGISTRY, add_lora, family, installed, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt.model.stacks import blocks_of
-from simpletuner_segckpt.model.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.model.tiny import make_inputs, make_model
 from simpletuner_segckpt.private.of_torch import inside_checkpoint
 from simpletuner_segckpt.recompute import kept_operators as keep
 from simpletuner_segckpt.recompute.backend import Backend, Recompute
@@ -44,7 +44,7 @@ TINY = {
     tiny.model_class.rpartition(".")[2]: (fam, tiny)
     for fam in REGISTRY
     for tiny in fam.tiny
-    if not missing_needs(tiny) and "ZImageControlNet" not in tiny.model_class
+    if installed(fam, tiny) and "ZImageControlNet" not in tiny.model_class
 }
 
 

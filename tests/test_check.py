@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import diffusers
 import pytest
 from toys import TOY_FAMILY, Collects, Doorless, WithDoor, toy
 from training import REGISTRY, family, keys, model_and_inputs
@@ -16,6 +17,7 @@ from simpletuner_segckpt import FamilyRegistry, probe
 from simpletuner_segckpt.commands import check as check_module
 from simpletuner_segckpt.commands import families
 from simpletuner_segckpt.commands.families import document
+from simpletuner_segckpt.families.schema import ArgumentCondition
 from simpletuner_segckpt.model.tiny import make_inputs, make_model
 from simpletuner_segckpt.verify.families import check_family, check_tiny
 from simpletuner_segckpt.verify.step import step
@@ -39,8 +41,28 @@ def test_a_class_that_is_not_installed():
     check = check_tiny(flux, gone)
     assert check.verdict == "not installed"
     assert "GoneTransformer2DModel" in check.details[0]
-    needy = flux.tiny[0].model_copy(update={"needs": ("no_such_package",)})
-    assert check_tiny(flux, needy).details == ["needs no_such_package"]
+    for needs, found in (
+        ("no_such_package", ["needs no_such_package"]),
+        ("diffusers<0.1", ["needs diffusers<0.1"]),
+        ("diffusers>=0.1", []),
+    ):
+        needy = flux.tiny[0].model_copy(update={"needs": (needs,)})
+        assert check_tiny(flux, needy).details == found
+
+
+def test_what_a_later_diffusers_brought_is_no_drift():
+    flux = family("flux")
+    later = flux.model_copy(update={"since": "999.0"})
+    gone = flux.tiny[0].model_copy(update={"model_class": "diffusers.GoneTransformer2DModel"})
+    [said] = check_tiny(later, gone).details
+    assert said == (
+        f"diffusers {diffusers.__version__} has no GoneTransformer2DModel, which came with 999.0"
+    )
+    for since, verdict in (("", "drifted"), ("0.1", "drifted"), ("999.0", "segmented")):
+        argument = ArgumentCondition(argument="gone", reason="it is", since=since)
+        conditions = (*flux.conditions, argument)
+        check = check_tiny(flux.model_copy(update={"conditions": conditions}), flux.tiny[0])
+        assert check.verdict == verdict
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -270,6 +272,19 @@ def test_what_estimate_refuses(tmp_path, capsys, arguments, code, said):
     first, *rest = (captured.out + captured.err).strip().splitlines()
     assert said in first
     assert rest in ([], ["1 error, 0 warnings"])
+
+
+def test_a_class_that_the_installed_diffusers_lacks():
+    family = REGISTRY.find("wan").model_copy(
+        update={"classes": ("diffusers.GoneTransformer3DModel",), "since": "999.0"}
+    )
+    work = replace(workload("wan"), family=family, model_class=family.classes[0])
+    with pytest.raises(WorkloadError) as refused:
+        profile(work)
+    assert str(refused.value) == (
+        f"{family.title} cannot be built: diffusers {diffusers.__version__} has no "
+        "GoneTransformer3DModel, which came with 999.0"
+    )
 
 
 def test_a_condition_is_heeded_and_said(tmp_path, capsys):

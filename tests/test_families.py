@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from training import REGISTRY, add_lora, keys, set_dropout
+from training import REGISTRY, add_lora, installed, keys, set_dropout
 
 import simpletuner_segckpt
 from simpletuner_segckpt.engine.links import Link
 from simpletuner_segckpt.model.stacks import blocks_of, matching, units_of
-from simpletuner_segckpt.model.tiny import make_inputs, make_model, missing_needs
+from simpletuner_segckpt.model.tiny import make_inputs, make_model
 from simpletuner_segckpt.schedules.report import UNITS
 from simpletuner_segckpt.schedules.schedule import make_schedules
 from simpletuner_segckpt.verify.step import counted, step
@@ -41,7 +41,7 @@ CLASSES = {
     f"{family.family} {tiny.model_class}": (family, tiny)
     for family in REGISTRY
     for tiny in family.tiny
-    if not missing_needs(tiny)
+    if installed(family, tiny)
 }
 # Name, what is trained, precision, and the schedules. Full training in float32 for every class; the
 # first ten families in every other way of training under one schedule.

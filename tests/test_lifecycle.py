@@ -655,6 +655,29 @@ def test_forward_called_past_the_hooks_is_said_and_right(flux, caplog):
     assert "past its hooks" in caplog.text
 
 
+class AsksAlways(WithDoor):
+    """A loop that hands its blocks over whether gradients are wanted or not."""
+
+    def run(self, block, hidden_states, temb):
+        if self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, hidden_states, temb)
+        return block(hidden_states, temb)
+
+
+def test_a_loop_that_asks_without_gradients_runs_plain_blocks(caplog):
+    model, inputs = toy(AsksAlways)
+    with torch.no_grad():
+        expected = model(**inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    caplog.clear()
+    for run in (model, model.forward):
+        with torch.no_grad(), counted(model, ["blocks"]) as calls:
+            assert torch.equal(run(**inputs), expected)
+        assert set(calls["blocks"].values()) == {1}
+    assert not caplog.records
+    assert installation.history.past_the_hooks == 0
+
+
 def test_autocast_with_its_weight_cache():
     """A weight cast outside a segment and used inside it, in one autocast context."""
     model, inputs = model_and_inputs("flux")

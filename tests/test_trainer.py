@@ -8,7 +8,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from training import keys, warned
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import simpletuner_segckpt
 
@@ -74,6 +81,8 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("told", OPTIONS)
 def test_the_adapter_is_the_same(told, reference, tmp_path, caplog):
+    if told == "told how" and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("every_n_layers is of a later transformers")
     model = make_model()
     installation = simpletuner_segckpt.apply(model, keys(2, 4))
     losses, adapter = train(model, str(tmp_path), **OPTIONS[told])

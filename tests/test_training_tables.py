@@ -5,6 +5,7 @@ from importlib.resources import files
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from training import skip_before
 
 from simpletuner_segckpt.estimator.profile import fake_tensors as fakes
 from simpletuner_segckpt.estimator.profile.cuda import CudaSemantics
@@ -121,6 +122,7 @@ def adapted(model, targets):
 def test_a_model_that_asks_for_numbers(name):
     """It says so, in a sentence."""
     family = TRAINED[name]
+    skip_before(family)
     config = few_blocks(family, family.config_of_size(family.size(None)), 2)
     work = Workload(family, family.classes[0], config, targets=family.training.targets)
     with pytest.raises(WorkloadError, match="cannot be estimated: .*numbers in its"):

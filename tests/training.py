@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import Module
@@ -12,7 +13,7 @@ from torch.nn import Module
 from simpletuner_segckpt import Family, FamilyRegistry, Installation
 from simpletuner_segckpt.engine.entry import CheckpointEntry
 from simpletuner_segckpt.families.schema import Tiny
-from simpletuner_segckpt.model.tiny import make_inputs, make_model
+from simpletuner_segckpt.model.tiny import is_before, make_inputs, make_model, missing_needs
 from simpletuner_segckpt.verify.step import SEED
 
 REGISTRY = FamilyRegistry.shipped()
@@ -20,6 +21,17 @@ REGISTRY = FamilyRegistry.shipped()
 
 def family(name: str, flavour: str | None = None) -> Family:
     return REGISTRY.find(name, flavour)
+
+
+def installed(family: Family, tiny: Tiny) -> bool:
+    """Whether a tiny model can be made of what is installed."""
+    return not missing_needs(tiny) and not is_before(family.since)
+
+
+def skip_before(family: Family) -> None:
+    """Skip a test of classes that came after the installed diffusers."""
+    if is_before(family.since):
+        pytest.skip(f"{family.title} came with diffusers {family.since}")
 
 
 def tiny(name: str, flavour: str | None = None) -> Tiny:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import cache
 
+from training import skip_before
+
 from simpletuner_segckpt.estimator.profile.profile import profile
 from simpletuner_segckpt.estimator.workload.workload import Workload
 from simpletuner_segckpt.families.registry import FamilyRegistry
@@ -13,6 +15,7 @@ REGISTRY = FamilyRegistry.shipped()
 def workload(name, flavour=None, **changes):
     """A family's published size, LoRA of rank 16 in bf16, at the family's usual resolution."""
     family = REGISTRY.find(name, flavour)
+    skip_before(family)
     training = family.training
     width, height = training.resolution
     made = Workload(

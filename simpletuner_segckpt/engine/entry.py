@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -46,10 +47,14 @@ from .watched import plain_tree, watched_in
 
 @dataclass(slots=True)
 class Running:
-    """A forward that runs: in which frame, its record if it trains, whether it has returned."""
+    """A forward that runs: in which frame, its record if it trains, whether it has returned.
+
+    paused: whether no gradients are wanted of one that would be recomputed otherwise.
+    """
 
     frame: FrameType
     record: Forward | None
+    paused: bool = False
     returned: bool = False
 
 
@@ -169,8 +174,9 @@ class CheckpointEntry:
         forward = self._forward
         if forward is not None:
             return forward.call_block(block, args, kwargs)
-        if inside_checkpoint() or self.forwards.trying_out:
-            return block(*args, **kwargs)  # of a block that asks for it once more
+        if inside_checkpoint() or self.forwards.trying_out or not torch.is_grad_enabled():
+            # Of a block that asks for it once more, or of a loop that asks without gradients too.
+            return block(*args, **kwargs)
         self.messages.warn(
             "past-the-hooks",
             "the model's forward was entered past its hooks (was `.forward` called directly?); "
@@ -208,18 +214,30 @@ class CheckpointEntry:
             self._prepare_compiled(module)
             return
         running = self._live(module)
-        forward = None
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         if torch.is_grad_enabled():
             self.on = self._enabled(module)
             forward = self.forwards.plan(module, arguments) if self.on else None
+            self._begin(module, Running(sys._getframe(1), forward), running)
         else:
             for history in (self.history, self.overall):
                 history.without_gradients += 1
-        running.append(Running(sys._getframe(1), forward))
-        self.running[threading.get_ident()] = running
-        if forward is not None and self.intercepts:
-            self.flags.switch(module, False)  # until close: the loop takes its plain branch
+            self._begin(module, Running(sys._getframe(1), None, self._pauses(module)), running)
+
+    def open_part(self, model: Module, part: Module, args: tuple) -> None:
+        """Forward pre-hook of a part of the model, which may be called by itself."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._forward is not None:
+            return
+        running = self._live(model)
+        self._begin(model, Running(sys._getframe(1), None, self._pauses(model)), running)
+
+    def close_part(self, model: Module, part: Module, args: tuple, output: Any) -> None:
+        """Forward hook of the same part."""
+        if torch.compiler.is_compiling():
+            return
+        running = self._live(model)
+        if running and running[-1].frame is sys._getframe(1):
+            self._end(model, running)
 
     def say_cache_is_off(self) -> None:
         """A part of the model wanted a KV cache (see ``cache``)."""
@@ -273,14 +291,31 @@ class CheckpointEntry:
                 ended.abandon()
         return running
 
+    def _begin(self, module: Module, begun: Running, running: list[Running]) -> None:
+        """Put a forward on this thread's list."""
+        running.append(begun)
+        self.running[threading.get_ident()] = running
+        if self.intercepts and (begun.record is not None or begun.paused):
+            self.flags.switch(module, False)  # until its end: the loop takes its plain branch
+
     def _end(self, module: Module, running: list[Running]) -> Forward | None:
         """Take the innermost forward off this thread's list."""
-        forward = running.pop().record
+        ended = running.pop()
         if not running:
             self.running.pop(threading.get_ident(), None)
-        if forward is not None and self.intercepts and not self._any_running():
+        switched = ended.record is not None or ended.paused
+        if self.intercepts and switched and not self._any_running():
             self.flags.switch(module, True)
-        return forward
+        return ended.record
+
+    def _pauses(self, module: Module) -> bool:
+        """Whether a forward without gradients is to find checkpointing switched off.
+
+        Layers of transformers before 5.24 ask the switch and training mode only, and run without
+        the KV cache that they were given. A loop that asks for gradients too needs no pause: the
+        switch is that of all threads.
+        """
+        return self.intercepts and (self.flags.is_on(module) or self._any_running())
 
     def _enabled(self, module: Module) -> bool:
         """Whether the trainer wants checkpointing now; takes back what was put over ours."""
@@ -315,11 +350,11 @@ class CheckpointEntry:
         logger.info("%s", "\n  ".join(lines))
 
     def _any_running(self) -> bool:
-        """Whether a training forward of the model runs in any thread."""
+        """Whether a forward for which the switch is off runs in any thread."""
         for ident in self.running.keys() - {thread.ident for thread in threading.enumerate()}:
             del self.running[ident]  # of a thread that was ended in the middle of one
         threads = list(self.running.values())
-        return any(forward.record for running in threads for forward in running)
+        return any(f.record is not None or f.paused for running in threads for f in running)
 
     def _prepare_compiled(self, module: Module) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
@@ -356,6 +391,10 @@ class CheckpointEntry:
         ]
         for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
             self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+            if part is not module:
+                begin, end = partial(self.open_part, module), partial(self.close_part, module)
+                self.handles.append(part.register_forward_pre_hook(begin))
+                self.handles.append(part.register_forward_hook(end))
 
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of ``module``."""

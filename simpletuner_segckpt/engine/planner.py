@@ -9,7 +9,6 @@ from torch.nn import Module
 
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
-from ..model.compiled import too_old
 from ..model.foreign_hooks import (
     has_backward_hooks,
     hook_boundaries,
@@ -253,8 +252,6 @@ class ForwardPlanner:
 
     def _say_shortfalls(self, planned: StackReport, run: StackRun) -> None:
         compiled = [index for index, block in enumerate(run.stack.blocks) if is_compiled(block)]
-        if compiled and (fault := too_old()):
-            self.messages.warn("compiled", f"{run.stack.path}: {fault}")
         moves = self.backend.moves
         for shortfall in shortfalls(planned, run.effect(), compiled=compiled, moves=moves):
             self.messages.warn("nothing-inside", f"{run.stack.path}: {shortfall}")

@@ -61,6 +61,7 @@ class ArgumentCondition(_Record):
     argument: str
     reason: str
     stacks: tuple[str, ...] = ()  # all stacks when empty
+    since: str = ""  # release of diffusers that brought the argument, where it is a later one
 
 
 # Which blocks a trainer's own class covers where it goes block by block: all of them whatever the
@@ -91,7 +92,8 @@ class Tiny(_Record):
     """
 
     model_class: str = Field(alias="class")
-    needs: tuple[str, ...] = ()  # packages, or "cuda", without which it cannot run
+    needs: tuple[str, ...] = ()
+    """Packages without which it cannot run, with a version or without; or "cuda"."""
     config: Mapping[str, Any] = {}
     inputs: Mapping[str, Any] = {}
 
@@ -121,6 +123,7 @@ class Family(_Record):
     flavours: tuple[str, ...] = ()
     default: bool = False  # used when files share a family and no flavour is named
     classes: tuple[str, ...] = ()  # dotted paths of the model classes
+    since: str = ""  # release of diffusers that brought them, where it is a later one
     units: tuple[str, ...] = ()
     """Modules outside the stacks that the model hands to its checkpoint function one by one;
     paths in which ``*`` stands for any one name. They form one sequence in execution order."""

@@ -11,6 +11,8 @@ that fitted the forward fits the recompute first as well.
 import weakref
 from typing import Any
 
+import torch
+
 from ..private.of_torch import set_most_recent_first
 
 _holders: set[object] = set()
@@ -19,7 +21,7 @@ _holders: set[object] = set()
 def try_oldest_first(holder: Any) -> weakref.finalize:
     """Have compiled code tried in the order in which it was made, as long as ``holder`` lives.
 
-    Calling what is returned ends it earlier. Does nothing on torch before 2.10, see ``too_old``.
+    Calling what is returned ends it earlier.
     """
     token = object()
     _holders.add(token)
@@ -37,17 +39,6 @@ def _set_order() -> None:
         set_most_recent_first(not _holders)
 
 
-def too_old() -> str:
-    """What may go wrong in compiled blocks because torch is too old; empty when nothing may."""
-    if set_most_recent_first is not None:
-        return ""
-    return (
-        "blocks are compiled, and before torch 2.10 a recompute can get other compiled code than "
-        "its forward had when a new shape came in between (torch raises CheckpointError then): "
-        "compile with dynamic=True, or use a newer torch"
-    )
-
-
 # Of a model that is compiled as a whole.
 AS_A_WHOLE = "compiled as a whole: what is covered is recomputed block by block, unobserved"
 
@@ -55,4 +46,6 @@ AS_A_WHOLE = "compiled as a whole: what is covered is recomputed block by block,
 NO_SEGMENTS = (
     "segments of several blocks in one graph can get wrong gradients from inductor before "
     "torch 2.14"
+    if torch.__version__ < "2.14"
+    else "no segments of several blocks are formed in a graph, where nothing could prove them"
 )

@@ -7,21 +7,36 @@ numbers themselves, otherwise standard normal. Anything else is passed on as it 
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from ..families.schema import Tiny
 
 
-def load_class(path: str) -> type[torch.nn.Module]:
-    """The class at a dotted path. Raises ``ImportError`` when it cannot be had, for any reason."""
+def load_class(path: str, since: str = "") -> type[torch.nn.Module]:
+    """The class at a dotted path. Raises ``ImportError`` when it cannot be had, for any reason.
+
+    since: the release of its package that brought it, if that is known.
+    """
     module, _, name = path.rpartition(".")
     try:
-        return getattr(import_module(module), name)
+        package = import_module(module)
+        if hasattr(package, name):
+            return getattr(package, name)
     except Exception as error:  # a module that raises while it is imported
         raise ImportError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
+    came = f", which came with {since}" if since else ""
+    raise ImportError(f"{module} {_release(module)} has no {name}{came}")
+
+
+def is_before(since: str) -> bool:
+    """Whether the installed diffusers is older than the release ``since``, if that is given."""
+    return bool(since) and Version(_release("diffusers")) < Version(since)
 
 
 def missing_needs(tiny: Tiny) -> list[str]:
@@ -33,24 +48,35 @@ def missing_needs(tiny: Tiny) -> list[str]:
     ]
 
 
-def _is_installed(package: str) -> bool:
+def _is_installed(need: str) -> bool:
+    wanted = Requirement(need)
     try:
-        return find_spec(package) is not None
+        if find_spec(wanted.name) is None:
+            return False
     except (ImportError, ValueError):
         return False
+    return wanted.specifier.contains(_release(wanted.name), prereleases=True)
+
+
+def _release(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return version(package.partition(".")[0])
+    except PackageNotFoundError:
+        return "0"
 
 
 def make_model(tiny: Tiny, seed: int = 0, **config: Any) -> torch.nn.Module:
     """The model with random weights; ``config`` overrides values of its configuration.
 
-    Parameters that a class starts at zero are random too: they would hide the gradients of
-    everything before them.
+    Parameters that a class starts at zero are random too, since they would hide the gradients of
+    everything before them, and so is what it leaves as it was in memory.
     """
     torch.manual_seed(seed)
     model = load_class(tiny.model_class)(**_plain(tiny.config) | config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if not parameter.any():
+            if not 0 < parameter.abs().max() < 100:
                 parameter.normal_(std=0.05)
     return model
 

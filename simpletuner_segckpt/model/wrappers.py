@@ -1,8 +1,8 @@
 """Modules that others put around a model or around its blocks, and what is inside."""
 
+import sys
 from typing import Any
 
-from accelerate.utils import extract_model_from_parallel
 from peft import PeftModel
 from torch.nn import Module
 
@@ -43,7 +43,7 @@ def unwrap(model: Module) -> Module:
 
     Where accelerate compiled the regions of a model, that is the copy that it made.
     """
-    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
+    inner = _inside_parallel(model)
     if is_optimized(inner):
         return unwrap(getattr(inner, ORIGINAL))
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
@@ -51,7 +51,29 @@ def unwrap(model: Module) -> Module:
 
 def is_one_graph(model: Module) -> bool:
     """Whether ``model`` is compiled as a whole, under PEFT's and parallel wrappers."""
-    inner = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=True)
+    inner = _inside_parallel(model)
     if is_optimized(inner) or is_compiled_in_place(inner):
         return True
     return isinstance(inner, PeftModel) and is_one_graph(inner.get_base_model())
+
+
+# Whose ``module`` is the model, by where they come from: what nobody imported wraps nothing.
+_PARALLEL = (
+    ("torch.nn.parallel", "DistributedDataParallel"),
+    ("torch.nn.parallel", "DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("deepspeed", "DeepSpeedEngine"),
+)
+
+
+def _inside_parallel(model: Any) -> Module:
+    """The model inside those wrappers.
+
+    Not by accelerate's ``extract_model_from_parallel``: before 1.13 it fails where blocks are
+    compiled, and out of a compiled DDP it takes the DDP for good.
+    """
+    loaded = ((sys.modules.get(module), name) for module, name in _PARALLEL)
+    kinds = tuple(getattr(module, name) for module, name in loaded if hasattr(module, name))
+    while isinstance(model, kinds):
+        model = model.module
+    return model

@@ -42,7 +42,7 @@ except ImportError:
         def __exit__(self, *error: Any) -> None: ...
 
 
-# Since torch 2.10. Whether compiled code is tried that ran last first; it holds for the process,
+# Whether compiled code is tried that ran last first; it holds for the process,
 # and nothing tells its present value.
 try:
     from torch._C._dynamo import eval_frame

@@ -136,7 +136,7 @@ def _compiled_in_place() -> bool:
 
 
 def _compiled_order() -> bool:
-    return of_torch.set_most_recent_first is not None or torch.__version__ < "2.10"
+    return of_torch.set_most_recent_first is not None
 
 
 def _wrappers() -> bool:

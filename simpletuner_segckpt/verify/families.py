@@ -17,7 +17,7 @@ from torch.nn import Module
 from ..families.schema import Family, Stack, Tiny
 from ..install.apply import Installation, apply
 from ..model.stacks import blocks_of, matching
-from ..model.tiny import load_class, make_inputs, make_model, missing_needs
+from ..model.tiny import is_before, load_class, make_inputs, make_model, missing_needs
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS
 from .step import Step, counted, step
@@ -60,7 +60,7 @@ def check_tiny(family: Family, tiny: Tiny) -> Check:
         check.details = [f"needs {need}" for need in missing]
         return check
     try:
-        load_class(tiny.model_class)
+        load_class(tiny.model_class, family.since)
     except ImportError as error:
         check.details = [str(error)]
         return check
@@ -95,7 +95,7 @@ def _form(family: Family, model: Module) -> Iterator[str]:
     """What the file says of the class, against the class."""
     parameters = signature(type(model).forward).parameters
     for condition in family.conditions:
-        if condition.argument not in parameters:
+        if condition.argument not in parameters and not is_before(condition.since):
             yield f"forward has no argument `{condition.argument}`"
     for stack in family.stacks:
         paths = [path for path in matching(model, stack.path) if blocks_of(model, path)]

@@ -72,6 +72,8 @@ def explained(name: str) -> Iterator[None]:
             f"{name} cannot be estimated: what it does depends on the numbers in its tensors, of "
             f"which there are none here ({_first_line(error)})"
         ) from error
+    except ImportError as error:
+        raise WorkloadError(f"{name} cannot be built: {error}") from error
     except Exception as error:  # of the model, or of the library that adapts it
         raise WorkloadError(
             f"{name} does not take these settings: {type(error).__name__}: {_first_line(error)}"

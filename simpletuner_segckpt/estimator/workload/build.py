@@ -34,9 +34,10 @@ def build(work: Workload) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, work.dtype))  # faster than to convert it
     try:
+        model_class: Any = load_class(work.model_class, work.family.since)
         known = full_config(work.model_class, {})
         config = {key: value for key, value in work.config.items() if key in known}
-        model: Any = load_class(work.model_class)(**config)
+        model = model_class(**config)
     finally:
         torch.set_default_dtype(before)
     model.train()
