@@ -356,6 +356,7 @@ def fsdp2_prefetch(interval: int, forward: int, backward: int) -> dict[str, Any]
     one rank alone passes a residual, so that its blocks run one by one.
     """
     runs = {}
+    residual = {"controlnet_block_samples": [torch.ones(1, 1, 1)]}
     for way in ("plain", "own", "schedule"):
         model, inputs = build("flux", num_layers=4, num_single_layers=4)
         shard("flux", model, None, "block", MixedPrecisionPolicy())
@@ -370,14 +371,15 @@ def fsdp2_prefetch(interval: int, forward: int, backward: int) -> dict[str, Any]
             model.enable_gradient_checkpointing()
         elif way == "schedule":
             installation = simpletuner_segckpt.apply(model, keys(interval))
-        runs[way] = [observed(model, inputs) for _ in range(2)]
-        residual = {"controlnet_block_samples": [torch.ones(1, 1, 1)]}
-        runs[way].append(observed(model, inputs | (residual if dist.get_rank() == 0 else {})))
-        seen = way == "schedule" and segments(installation)
-        runs[way].append(observed(model, inputs))
+        alone = residual if dist.get_rank() == 0 else {}
+        calls = {"plain": [{}, alone], "own": [alone], "schedule": [{}, {}, alone]}[way]
+        runs[way] = [observed(model, inputs | more) for more in calls]
+    seen = segments(installation)
+    runs["schedule"].append(observed(model, inputs))
     steps = {way: [run for run, _ in run_steps] for way, run_steps in runs.items()}
+    plain, with_residual = steps["plain"]
     return {
-        "differences": differences(steps["schedule"], steps["plain"]),
+        "differences": differences(steps["schedule"], [plain, plain, with_residual, plain]),
         "gathers": {way: [gathers for _, gathers in run_steps] for way, run_steps in runs.items()},
         "seen": seen,
     }
