@@ -61,7 +61,7 @@ class Running:
 # What ``_begin_anew`` sets.
 OF_ONE_MODEL = (
     *("on", "effect", "history", "overall"),
-    *("_compiled_on", "running", "_models", "_oldest_first"),
+    *("_compiled_on", "_outside", "running", "_models", "_oldest_first"),
 )
 
 
@@ -110,6 +110,7 @@ class CheckpointEntry:
         # The same of this model and of its deep copies in this process together.
         self.overall = History()
         self._compiled_on = False  # of the forward that is being traced
+        self._outside: Module | None = None  # the model, if its blocks were called past its forward
         # By thread, outermost first.
         self.running: dict[int, list[Running]] = {}
         # The model and the shallow copies of it that regional compilation makes.
@@ -177,14 +178,17 @@ class CheckpointEntry:
         if inside_checkpoint() or self.forwards.trying_out or not torch.is_grad_enabled():
             # Of a block that asks for it once more, or of a loop that asks without gradients too.
             return block(*args, **kwargs)
-        self.messages.warn(
-            "past-the-hooks",
-            "the model's forward was entered past its hooks (was `.forward` called directly?); "
-            "every block runs as one that is covered, by itself",
-        )
+        if self._outside is None:
+            self.messages.warn(
+                "past-the-hooks",
+                "the model's forward was entered past its hooks (was `.forward` called directly?); "
+                "every block runs as one that is covered, by itself",
+            )
         for history in (self.history, self.overall):
             history.past_the_hooks += 1
             history.recomputed = True
+        reason = "each block that came ran as one that is covered, by itself"
+        self.effect = Effect((), (Condition("call", "past the model's forward", reason),))
         wrappers = self.backend.begin()
         result = wrappers.covered(recomputable(block), *args, **kwargs)
         if wrappers.offload is not None:
@@ -196,9 +200,22 @@ class CheckpointEntry:
         """Whether a call of an intercepted block is to come through here."""
         if torch.compiler.is_compiling():
             return self._compiled_on and torch.is_grad_enabled()
-        # A block that the model itself runs under a checkpoint call is left to that.
         forward = self._forward
-        return forward is not None and inside_checkpoint() == forward.inside_checkpoint
+        if forward is not None:
+            # A block that the model itself runs under a checkpoint call is left to that.
+            return self.intercepts and inside_checkpoint() == forward.inside_checkpoint
+        return self._outside is not None and self._is_outside(self._outside)
+
+    def _is_outside(self, model: Module) -> bool:
+        """Whether a block that is called now is called past the forward of ``model``."""
+        return (
+            torch.is_grad_enabled()
+            and not self.running.get(threading.get_ident())
+            and not inside_checkpoint()
+            and not self.forwards.trying_out
+            and not self.off
+            and self.flags.is_on(model)
+        )
 
     @property
     def _forward(self) -> Forward | None:
@@ -238,6 +255,27 @@ class CheckpointEntry:
         running = self._live(model)
         if running and running[-1].frame is sys._getframe(1):
             self._end(model, running)
+
+    def notice(self, model: Module, block: Module, args: tuple) -> None:
+        """Forward pre-hook of the first block of a stack: another module may run the blocks.
+
+        Its loop does not ask the checkpoint function, so the blocks are intercepted from now on.
+        """
+        if (
+            torch.compiler.is_compiling()
+            or self._outside is not None
+            or not self._is_outside(model)
+        ):
+            return
+        self._outside = model
+        for stack in self.forwards.stacks:
+            intercept(blocks_of(model, stack.path), self)
+        self.messages.warn(
+            "past-the-hooks",
+            f"a {type(block).__name__} of {type(model).__name__} was called past the forward of "
+            "that model, by a loop of another module: from the next one on, every block runs as "
+            "one that is covered, by itself; call apply() on the outer model for its schedule",
+        )
 
     def say_cache_is_off(self) -> None:
         """A part of the model wanted a KV cache (see ``cache``)."""
@@ -388,6 +426,11 @@ class CheckpointEntry:
             module.register_forward_pre_hook(self.open, with_kwargs=True),
             module.register_forward_hook(self.note_return),
             module.register_forward_hook(self.close, always_call=True),
+            *(
+                blocks[0].register_forward_pre_hook(partial(self.notice, module))
+                for stack in self.forwards.stacks
+                if (blocks := blocks_of(module, stack.path))
+            ),
         ]
         for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
             self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
@@ -416,7 +459,7 @@ class CheckpointEntry:
 
         In every forward: a compiler or FSDP may have put a wrapper around them.
         """
-        for stack in self.forwards.stacks if self.intercepts else ():
+        for stack in self.forwards.stacks if self.intercepts or self._outside is not None else ():
             intercept(blocks_of(module, stack.path), self)
 
     def intercept_submodules(self, module: Module) -> None:

@@ -134,7 +134,13 @@ class StackRun:
         """The model's forward raised: let go of every tensor."""
 
     def effect(self) -> StackEffect:
-        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.spans))
+        blocks = range(len(self.stack.blocks))
+        came = {block for span in self.spans for block in span.blocks}
+        missing = tuple(block for block in blocks if block not in came)
+        if missing and not came:
+            reason = "none of its blocks was called"
+            return StackEffect(self.stack.path, "not reached", reason, (), missing)
+        return StackEffect(self.stack.path, self.strategy, self.reason, tuple(self.spans), missing)
 
 
 class UnitsRun(StackRun):

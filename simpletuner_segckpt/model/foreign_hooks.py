@@ -32,6 +32,8 @@ from ..schedules.report import StackReport
 from .stacks import all_modules
 from .wrappers import unwrapped
 
+_OURS = f"{__name__.partition('.')[0]}."
+
 # By these methods the object of a block swapper is known, SimpleTuner's (4.10.1) by the first; the
 # loop of a model calls them between blocks.
 _SWAPS = ("stream_in", "wait_for_block", "submit_move_blocks", "submit_move_blocks_forward")
@@ -179,7 +181,7 @@ def is_made_for_recompute(hook: Any) -> bool:
     function = _function(hook)
     owner = getattr(function, "__self__", function)
     module = getattr(owner, "__module__", None) or type(owner).__module__
-    known = module.startswith("torch.") or module == OUTPUT_CAPTURING
+    known = module.startswith(("torch.", _OURS)) or module == OUTPUT_CAPTURING
     return known or helps_recompute(hook)
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..messages.units import readable
 from .conditions import Condition
@@ -28,12 +29,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class StackEffect:
-    """What one stack did in one training forward."""
+    """What one stack did in one training forward.
+
+    missing: blocks that never came, by way of which nothing can have been recomputed.
+    """
 
     path: str
-    strategy: Strategy
+    strategy: Strategy | Literal["not reached"]
     reason: str
     spans: tuple[Span, ...]
+    missing: tuple[int, ...] = ()
 
     @property
     def segments(self) -> tuple[range, ...]:
@@ -78,6 +83,7 @@ class StackEffect:
             f"{self.path}: {self.strategy}{reason}",
             f"  {self.drawing}",
             *([f"  {told}"] if told else []),
+            *([f"  not reached: {' '.join(map(str, self.missing))}"] if self.missing else []),
         ]
 
 

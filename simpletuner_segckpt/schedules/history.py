@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from .effect import Effect
-from .report import Strategy
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class History:
     switched_off: int = 0
     compiled: bool = False
     past_the_hooks: int = 0
-    ran: dict[str, Counter[tuple[Strategy, str]]] = field(default_factory=dict)
+    ran: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)
     drawn: dict[str, str] = field(default_factory=dict)
     recomputed: bool = False
 
