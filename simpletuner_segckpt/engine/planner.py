@@ -173,8 +173,9 @@ class ForwardPlanner:
                 finally:
                     self.trying_out = False
             self._say_shortfalls(planned[run.stack.path], run)
-        if not self.stacks and "attention" in self.config.keep:
-            only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+        attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
+        if not self.stacks and attentions:
+            only_units = StackReport(UNITS, "per-block", self.units, kept=attentions)
             self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
