@@ -27,7 +27,7 @@ PREFIX = "gradient_checkpointing"
 # Keys that SimpleTuner does not know, and the fields that hold them. As options it refuses them.
 OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_last": "keep_last"}
 Backend = Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
-Kept = Literal["attention", "ffn"]
+Kept = Literal["attention", "cross-attention", "ffn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 KEEP: tuple[str, ...] = get_args(Kept)
 
@@ -173,7 +173,9 @@ class CheckpointingConfig(_Keys):
                     *_UNSET_SCHEMA,
                 ],
                 "description": "In covered blocks keep the outputs of these operators and "
-                "recompute the rest.",
+                "recompute the rest. attention: self and joint attention; cross-attention: that to "
+                "a shorter sequence, such as a text, which is cheap to repeat; ffn: projections "
+                "of feed-forwards that come down.",
                 "examples": [["attention"], ["attention", "ffn"]],
             }
         ),

@@ -38,6 +38,7 @@ BACKEND = "gradient_checkpointing_backend"
 KEEP = "gradient_checkpointing_keep"
 OFFLOAD = "gradient_checkpointing_offload_attention"
 FFN = {BACKEND: "torch-ffn"}
+ATTENTIONS = ["attention", "cross-attention"]
 
 # One family of each class.
 TINY = {
@@ -69,7 +70,7 @@ def test_what_runs_twice_inside_the_blocks(fam, tiny):
         installation.remove()
     if any(stack.attention for _, stack in stacks):
         kept = [
-            "attention",
+            *ATTENTIONS,
             *(["ffn"] if any(stack.projections for stack in fam.stacks) else []),
         ]
         installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: kept}, family=fam)
@@ -118,9 +119,9 @@ def check_kept(kept, model, inputs, stacks, installation, expected, once, calls_
         assert counts.down == once.down > 0
         effects = [installation.effect[path] for path, stack in stacks if stack.projections]
         assert all(effect.kept["ffn"] > 0 for effect in effects)
-    kept_outputs = sum(stack.kept["attention"] for stack in installation.effect.stacks)
-    outside = sum(s.kept["attention"] for s in installation.effect.stacks if s.path == UNITS)
-    assert 0 < kept_outputs - outside <= once.attention
+    inside = [stack.kept for stack in installation.effect.stacks if stack.path != UNITS]
+    kept_outputs = sum(each["attention"] + each["cross-attention"] for each in inside)
+    assert 0 < kept_outputs <= once.attention
 
 
 # The whole matrix: bit-equal gradients, or a refusal that says why.
@@ -132,7 +133,7 @@ BACKENDS = ["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [*(("flux", kept) for kept in KEPT), ("wan", KEPT[3]), ("sd3", KEPT[3])],
+    [*(("flux", kept) for kept in KEPT), ("wan", [*ATTENTIONS, "ffn"]), ("sd3", KEPT[3])],
     ids=str,
 )
 def test_matrix(name, kept):
@@ -200,11 +201,12 @@ def test_bytes_that_are_kept():
 
     tokens, width, heads, blocks, fp32 = 64, 32, 2, 5, 4
     layer = kept()
-    outputs = 2 * tokens * width * fp32 * blocks  # of self- and cross-attention
-    sums = 2 * tokens * heads * fp32 * blocks
-    assert kept(**{KEEP: "attention"}) == layer + outputs + sums
+    attention = tokens * (width + heads) * fp32 * blocks  # its output and its log-sum-exp
+    assert kept(**{KEEP: "attention"}) == layer + attention
+    assert kept(**{KEEP: "cross-attention"}) == layer + attention
+    assert kept(**{KEEP: ATTENTIONS}) == layer + 2 * attention
     projections = tokens * width * fp32 * blocks
-    assert kept(**{KEEP: ["attention", "ffn"]}) == layer + outputs + sums + projections
+    assert kept(**{KEEP: ["attention", "ffn"]}) == layer + attention + projections
 
 
 def test_several_feed_forwards_in_a_block():
@@ -343,6 +345,27 @@ def test_attention_operators(operator, is_one):
     assert keep.is_attention(operator) == is_one
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "kind"),
+    [
+        ((1, 4, 16, 8), (1, 4, 16, 8), "attention"),
+        ((1, 4, 16, 8), (1, 2, 16, 8), "attention"),  # several heads share their keys
+        ((1, 4, 16, 8), (1, 4, 24, 8), "attention"),  # of a longer sequence, so not cheap
+        ((1, 4, 16, 8), (1, 4, 7, 8), "cross-attention"),
+    ],
+)
+def test_keys_of_a_shorter_sequence(query, key, kind):
+    """In whatever order an operator takes heads and sequence, by position or by name."""
+    q, k = torch.empty(query), torch.empty(key)
+    first = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert keep.kind_of(first, (q, k, k), {}) == kind
+    assert keep.kind_of(first, (q,), {"key": k, "value": k}) == kind
+    assert keep.kind_of(torch.ops.higher_order.flex_attention, (q, k, k), {}) == kind
+    third = torch.ops.aten._efficient_attention_forward.default
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    assert keep.kind_of(third, (q, k, k), {}) == kind
+
+
 def test_every_fused_attention_of_torch_is_known():
     forward = {
         name
@@ -382,7 +405,8 @@ def test_units_that_can_keep_nothing(caplog):
     caplog.clear()
     installation = simpletuner_segckpt.apply(model, {KEEP: "attention"}, family="sd1x")
     step(model, inputs)
-    assert installation.effect["units"].kept == {"attention": 20}
+    # Where the image is longer than the text, attention to the text is another word.
+    assert installation.effect["units"].kept == {"attention": 11}
     assert not caplog.records
 
 
@@ -724,7 +748,7 @@ def test_what_is_kept_serves_one_backward():
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = gradients()
-    simpletuner_segckpt.apply(model, {**keys(2), KEEP: ["attention", "ffn"]})
+    simpletuner_segckpt.apply(model, {**keys(2), KEEP: [*ATTENTIONS, "ffn"]})
     for _ in range(2):
         counts = Counts()
         with counts:
@@ -870,7 +894,8 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
     expected = step(model, inputs)
     if first == "compile":
         model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
-    installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: ["attention", "ffn"]})
+    kept = [*ATTENTIONS, "ffn"]
+    installation = simpletuner_segckpt.apply(model, {**keys(2), KEEP: kept})
     if first == "apply":
         model.compile_repeated_blocks(backend=graphs.backend(), fullgraph=True)
     for _ in range(3):
@@ -879,7 +904,7 @@ def test_keep_in_compiled_blocks(graphs, first, caplog):
             got = step(model, inputs)
         assert close(got, expected)
         assert counts.attention == 10  # of five blocks, none of them again
-    assert installation.effect["blocks"].kept == {"attention": 10}
+    assert installation.effect["blocks"].kept == dict.fromkeys(ATTENTIONS, 5)
     ours = (r.message for r in caplog.records if r.name == "simpletuner_segckpt")
     assert list(ours) == [
         "SEG607 blocks: keep: nothing of ffn is kept in blocks 0 1 2 3 4: compiled blocks hide "
@@ -929,7 +954,7 @@ def test_memory_that_compiled_code_uses_again(config, how, past_the_hooks):
     for block in model.blocks:
         block.ffn.requires_grad_(True)
     expected = step(model, inputs)
-    installation = simpletuner_segckpt.apply(model, {**config, KEEP: "attention"})
+    installation = simpletuner_segckpt.apply(model, {**config, KEEP: ATTENTIONS})
     backend = aot_autograd(
         fw_compiler=compile_one, partition_fn=min_cut_rematerialization_partition
     )
@@ -944,7 +969,7 @@ def test_memory_that_compiled_code_uses_again(config, how, past_the_hooks):
         run = model.forward if past_the_hooks else None
         assert close(step(model, inputs, run=run), expected)
     if not past_the_hooks:
-        assert installation.effect["blocks"].kept == {"attention": 10}
+        assert installation.effect["blocks"].kept == dict.fromkeys(ATTENTIONS, 5)
     torch._dynamo.reset()
 
 
@@ -954,8 +979,8 @@ def test_memory_that_compiled_code_uses_again(config, how, past_the_hooks):
     [
         ({}, {"gelu": 2, "attention": 0, "addmm": 20}),
         (FFN, {"gelu": 2, "attention": 0, "addmm": 4}),
-        ({KEEP: "attention"}, {"gelu": 2, "attention": 0, "addmm": 20}),
-        ({KEEP: ["attention", "ffn"]}, {"gelu": 2, "attention": 0, "addmm": 18}),
+        ({KEEP: ATTENTIONS}, {"gelu": 2, "attention": 0, "addmm": 20}),
+        ({KEEP: [*ATTENTIONS, "ffn"]}, {"gelu": 2, "attention": 0, "addmm": 18}),
     ],
     ids=str,
 )

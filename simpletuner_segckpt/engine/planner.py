@@ -206,8 +206,9 @@ class ForwardPlanner:
             whole = run.stack.covered is run.stack.whole  # whatever the backend is for
             plan = planned[run.stack.path]
             self._say_shortfalls(replace(plan, feed_forward=()) if whole else plan, run)
-        if not self.stacks and "attention" in self.config.keep:
-            only_units = StackReport(UNITS, "per-block", self.units, kept=("attention",))
+        attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
+        if not self.stacks and attentions:
+            only_units = StackReport(UNITS, "per-block", self.units, kept=attentions)
             self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)

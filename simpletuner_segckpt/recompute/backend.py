@@ -17,7 +17,9 @@ from ..private.of_torch import pytree
 from ..schedules.tally import tally
 from .containers import is_container
 from .contexts import Contexts, Together
+from .gathered import GatheredRecompute
 from .kept_operators import Kept, in_graph
+from .state import StatefulRecompute
 from .submodules import CallWrapper, SubmoduleKind, treated
 
 
@@ -56,7 +58,8 @@ class Recompute:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"context_fn": self._entered} if self.contexts else {}
-        if has_hook_inside(getattr(function, "modules", ())):
+        again = isinstance(function, (GatheredRecompute, StatefulRecompute))
+        if again and has_hook_inside(function.modules):
             # Hooks that empty weights after a module's pass fill them again for its backward, which
             # is after torch would compare the shapes of what the whole recompute has saved.
             options["determinism_check"] = "none"

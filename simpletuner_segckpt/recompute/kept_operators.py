@@ -4,8 +4,9 @@ torch's own selective checkpointing does it: a policy sees every operator of the
 whose outputs stay. Worth keeping is what saves many FLOPs for each byte. An output of attention
 saves 2 x (length of the keys) FLOPs for each element and an output of a matrix product 2 x (width
 of its input), so ``attention`` pays for long sequences, and of a feed-forward the projection that
-comes *down* from the hidden width. An attention whose sequence is spread over several processes
-is kept with what these exchange for it, so that nothing is sent again.
+comes *down* from the hidden width. Attention to a shorter sequence (a text) is cheap to repeat, and
+so has a word of its own, ``cross-attention``. An attention whose sequence is spread over several
+processes is kept with what these exchange for it, so that nothing is sent again.
 """
 
 from collections.abc import Collection
@@ -50,6 +51,10 @@ _ATTENTION = ("attention", "attn", "sdpa", "flash_fwd")
 _BACKWARD = ("backward", "bwd")
 
 
+# In names of those that take (batch, heads, sequence, channels); the others have the heads third.
+_HEADS_FIRST = ("scaled_dot_product", "flex_attention", "sdpa")
+
+
 _DROPOUT = ("dropout", "dropout_p", "p_dropout", "p")  # arguments of such operators
 
 
@@ -72,7 +77,7 @@ class Kept:
         forward, recompute = create_selective_checkpoint_contexts(self)
         outside: list[AbstractContextManager[Any]] = [forward]
         again: list[AbstractContextManager[Any]] = [_Following(), Once(recompute)]
-        if "attention" in self.kinds:
+        if "attention" in self.kinds or "cross-attention" in self.kinds:
             outside.append(HandOutCopies())
         if "ffn" in self.kinds:
             # In the recompute as well: older versions of torch ask the policy there, too.
@@ -160,7 +165,9 @@ def kind_of(operator: Any, args: tuple, kwargs: dict[str, Any]) -> str | None:
     That is the word in the config, but for ``collectives``, which are part of ``attention``.
     """
     if is_attention(operator):
-        return "attention" if replayable(operator, args, kwargs) else None
+        if not replayable(operator, args, kwargs):
+            return None
+        return "cross-attention" if looks_elsewhere(operator, args, kwargs) else "attention"
     if is_exchange(operator):
         return "collectives"
     return "ffn" if comes_down(operator, args) else None
@@ -171,6 +178,19 @@ def is_attention(operator: Any) -> bool:
     """Whether an operator computes a whole attention forward, by its name."""
     name = operator.name().lower()
     return any(part in name for part in _ATTENTION) and not any(part in name for part in _BACKWARD)
+
+
+def looks_elsewhere(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the keys of an attention are of a shorter sequence than its queries."""
+    schema = getattr(operator, "_schema", None)
+    names = [argument.name for argument in schema.arguments[:2]] if schema else []
+    query, key = (*args, *map(kwargs.get, names[len(args) :]), None, None)[:2]
+    if not isinstance(query, torch.Tensor) or not isinstance(key, torch.Tensor):
+        return False
+    sequence = -2 if any(part in operator.name().lower() for part in _HEADS_FIRST) else -3
+    if min(query.dim(), key.dim()) < -sequence:
+        return False
+    return bool(key.shape[sequence] < query.shape[sequence])
 
 
 def replayable(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:

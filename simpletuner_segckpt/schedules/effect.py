@@ -145,6 +145,8 @@ def shortfalls(
             continue  # most units have no attention
         if kind == "attention":
             why = "they ran no fused attention without dropout, which alone can be kept"
+        elif kind == "cross-attention":
+            why = "they ran no fused attention without dropout to a shorter sequence"
         elif hidden(without):
             why = "compiled blocks hide their operators"
         else:

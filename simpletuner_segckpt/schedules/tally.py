@@ -13,7 +13,7 @@ class Tally:
 
     feed_forwards: calls of feed-forwards that are recomputed by themselves.
     kept: outputs that a recompute takes from memory, by operator (``attention``, the
-        ``collectives`` that belong to it, ``ffn``).
+        ``collectives`` that belong to it, ``cross-attention``, ``ffn``).
     offloaded: tensors that wait for backward in CPU memory, by what saved them: an ``attention``,
         or a checkpoint call its ``inputs``.
     """

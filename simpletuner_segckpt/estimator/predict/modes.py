@@ -25,6 +25,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "seg2-stride4": {"interval": 2, "segment_stride": 4},
     "layer+keep-last1": {"keep_last": 1},
     "layer+keep-attention": {"keep": ["attention"]},
+    "layer+keep-attentions": {"keep": ["attention", "cross-attention"]},
     "layer+keep-both": {"keep": ["attention", "ffn"]},
     "layer+unsloth": {"backend": "unsloth"},
     "seg2-stride4+unsloth": {"interval": 2, "segment_stride": 4, "backend": "unsloth"},

@@ -20,7 +20,7 @@ from ...schedules.problems import problems
 from ...schedules.report import make_report
 from ...schedules.schedule import make_schedules
 from ..profile.records import Profile, Work
-from ..profile.treatments import COVERED, FFN, INPUTS, OFFLOAD, PLAIN
+from ..profile.treatments import CROSS, FFN, INPUTS, KEPT, OFFLOAD, PLAIN, keeping
 from ..profile.walk import PlannedSpan
 from .cards import Card
 from .modes import planned, settings_with
@@ -206,9 +206,11 @@ class Search:
 
     def _options(self) -> Iterator[Option]:
         """What the family can carry out of backends, operators to keep and offloading."""
+        crosses = any(CROSS in kind.runs for kind in self.profile.kinds)
+        kept = [kinds for kinds in KEPT if crosses or "cross-attention" not in kinds]
         for backend, keep, offload in product(
             ("torch", "unsloth", "torch-ffn", "unsloth-ffn"),
-            ((), ("attention",), ("ffn",), ("attention", "ffn")),
+            kept,
             (False, True),
         ):
             ffn, on_cpu = backend.endswith("-ffn"), backend.startswith("unsloth")
@@ -227,10 +229,8 @@ class Search:
             if any(finding.severity == "error" for finding in found):
                 continue
             moved = OFFLOAD if offload else ""
-            if ffn:
-                covered = FFN + (INPUTS if on_cpu else "") + moved
-            else:
-                covered = "+".join((COVERED, *keep))
+            alone = FFN + (INPUTS if on_cpu else "") + moved
+            covered = alone if ffn else keeping(keep)
             yield Option(keys, covered, PLAIN + moved, on_cpu and not ffn)
 
 

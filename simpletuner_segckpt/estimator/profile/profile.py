@@ -22,7 +22,7 @@ from .known_values import KnownValues
 from .ledger import rounded
 from .lone_block import Hole, run_alone
 from .recorder import Call, Event, Recorder, record_step
-from .records import Block, BlockProfile, Glue, Profile, Work
+from .records import Block, BlockProfile, Glue, Profile, Run, Work
 from .thinning import build_of, extended, one_after_another, places_of, put_blocks, thinned
 from .walk import gradient_of, shared_gradients
 from .walk import levels as levels_of
@@ -108,7 +108,8 @@ def _kind(call: Call, sizes: dict[int, int], work: Workload, cuda: CudaSemantics
     has_ffn = stack is not None and stack.feed_forward
     has_projections = stack is not None and stack.projections
     has_attention = stack is not None and stack.attention
-    runs = {}
+    runs: dict[str, Run] = {}
+    lacks_cross = False
     for treatment in treatments.ALL:
         if treatment.startswith(treatments.FFN) and not has_ffn:
             continue
@@ -116,7 +117,12 @@ def _kind(call: Call, sizes: dict[int, int], work: Workload, cuda: CudaSemantics
             continue
         if treatment.endswith(treatments.OFFLOAD) and not has_attention:
             continue
+        if lacks_cross and "cross-attention" in treatment:
+            continue
         runs[treatment] = run_alone(block, call.arguments, stack, treatment, cuda, work.accumulates)
+        if treatment == treatments.CROSS and runs[treatment].own == runs[treatments.COVERED].own:
+            lacks_cross = True
+            del runs[treatment]
     return BlockProfile(
         takes=tuple(sizes[value] for value in call.takes),
         takes_gradient=tuple(

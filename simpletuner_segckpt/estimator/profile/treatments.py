@@ -2,10 +2,14 @@
 
 ``plain`` keeps what backward needs, ``covered`` is recomputed as a whole, ``ffn`` recomputes its
 feed-forward only; ``+inputs`` after that means that what enters it waits in CPU memory.
-``+attention`` and ``+ffn`` after ``covered`` are operators whose outputs stay;
+``+attention``, ``+cross-attention``, ``+ffn`` after ``covered`` are operators whose outputs stay;
 ``+offload`` after the others means that what attention saves goes to CPU memory.
 """
 
+from collections.abc import Collection
+from itertools import combinations
+
+from ...config_schema.keys import KEEP
 from ...schedules.report import StackReport
 
 PLAIN = "plain"
@@ -23,18 +27,30 @@ INPUTS = "+inputs"
 OFFLOAD = "+offload"
 
 
+KEPT = tuple(kinds for count in range(len(KEEP) + 1) for kinds in combinations(KEEP, count))
+
+
+def keeping(kinds: Collection[str]) -> str:
+    """The treatment of a block that is recomputed but for the outputs of these operators."""
+    return "+".join((COVERED, *(kind for kind in KEEP if kind in kinds)))
+
+
+CROSS = keeping(["cross-attention"])
+
+
 ALL = (
     PLAIN,
-    COVERED,
-    "covered+attention",
-    "covered+ffn",
-    "covered+attention+ffn",
+    *map(keeping, KEPT),
     FFN,
     FFN + INPUTS,
     PLAIN + OFFLOAD,
     FFN + OFFLOAD,
     FFN + INPUTS + OFFLOAD,
 )
+
+
+# What of the operators to keep the blocks of a stack may lack.
+_LACKING = ((), ("ffn",), ("cross-attention",), ("cross-attention", "ffn"))
 
 
 def of_block(stack: StackReport, index: int) -> str:
@@ -44,13 +60,14 @@ def of_block(stack: StackReport, index: int) -> str:
         return PLAIN + offloaded
     if stack.feed_forward:
         return FFN + (INPUTS if stack.inputs_on_cpu else "") + offloaded
-    return "+".join((COVERED, *(kind for kind in ("attention", "ffn") if kind in stack.kept)))
+    return keeping(stack.kept)
 
 
 def instead_of(treatment: str) -> tuple[str, ...]:
     """``treatment``, then what happens to a block that lacks the part that it is about."""
-    covered = treatment.startswith(COVERED)
-    rest = treatment.removesuffix("+ffn") if covered else PLAIN
+    if treatment.startswith(COVERED):
+        kinds = treatment.split("+")[1:]
+        return tuple(keeping([kind for kind in kinds if kind not in gone]) for gone in _LACKING)
     if treatment.endswith(OFFLOAD):
         return treatment, PLAIN + OFFLOAD, PLAIN
-    return treatment, rest, COVERED if covered else PLAIN
+    return treatment, PLAIN
