@@ -58,8 +58,10 @@ class Recompute:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"context_fn": self._entered} if self.contexts else {}
-        again = isinstance(function, (GatheredRecompute, StatefulRecompute))
-        if again and has_hook_inside(function.modules):
+        modules = (
+            function.modules if isinstance(function, (GatheredRecompute, StatefulRecompute)) else ()
+        )
+        if has_hook_inside(modules):
             # Hooks that empty weights after a module's pass fill them again for its backward, which
             # is after torch would compare the shapes of what the whole recompute has saved.
             options["determinism_check"] = "none"
