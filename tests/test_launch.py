@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
@@ -113,6 +114,13 @@ def test_a_script_trains_the_same_adapter(tmp_path, monkeypatch, capfd, options)
         calls.append(torch.is_grad_enabled())
         return real(*args, **kwargs)
 
+    def prepared(self, model, *args, **kwargs):
+        """In two processes DDP refuses a model of which nothing is trained."""
+        assert any(parameter.requires_grad for parameter in model.parameters())
+        return prepare(self, model, *args, **kwargs)
+
+    prepare = Accelerator.prepare_model
+    monkeypatch.setattr(Accelerator, "prepare_model", prepared)
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", spy)
     arguments = [*OPTIONS, *options]
     AcceleratorState._reset_state(True)

@@ -382,6 +382,23 @@ def test_the_number_of_blocks_is_not_known(validate, tmp_path):
     assert "SEG403 warning: the number of blocks in blocks is not known; pass --model DIR" in out
 
 
+def test_a_model_whose_blocks_nobody_has_counted(validate):
+    without_size = [family for family in FamilyRegistry.shipped() if not family.size(None)]
+    assert len(without_size) >= 5
+    for family in without_size:
+        for options in ([], ["--native"]):
+            code, out = validate({"model_family": family.family}, *options)
+            assert "SEG403 warning" in out or code == 1
+            assert "strategy off" not in out
+            assert "block counts" not in out
+    config = {"model_family": "ace_step"}
+    assert "strategy unknown\n" in validate(config)[1]
+    assert "strategy off" in validate(config | {"gradient_checkpointing": False})[1]
+    assert "note: block counts as given" in validate(config, "--blocks", "transformer_blocks=4")[1]
+    out = validate({"model_family": "wan"}, "--blocks", "blocks=4")[1]
+    assert "note: block counts of the published size 1.3b; those of blocks as given" in out
+
+
 def test_flavours_pick_the_class(validate):
     _, out = validate({"model_family": "qwen_image"})
     assert "32 blocks" in out  # 2.1 is the trainer's default

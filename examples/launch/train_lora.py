@@ -121,9 +121,9 @@ def main() -> None:
     images = torch.rand(12, 3, 16, 16) * 2 - 1
     prompts = torch.randint(3, 100, (12, TOKENS))
     data = DataLoader(TensorDataset(images, prompts), batch_size=2, shuffle=True)
-    transformer, text_encoder, optimizer, data = accelerator.prepare(
-        transformer, text_encoder, optimizer, data
-    )
+    transformer, optimizer, data = accelerator.prepare(transformer, optimizer, data)
+    if args.train_text_encoder:  # one that is frozen has no gradients to be averaged
+        text_encoder = accelerator.prepare(text_encoder)
 
     step = 0
     while step < args.max_train_steps:

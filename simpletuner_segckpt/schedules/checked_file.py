@@ -146,7 +146,8 @@ def check_file(
     findings += said
     if any(finding.severity == "error" for finding in findings):
         return Checked(file.name, findings)
-    return Checked(file.name, findings, report, [origin, *_notes(settings, report)])
+    notes = [*([origin] if origin else []), *_notes(settings, report)]
+    return Checked(file.name, findings, report, notes)
 
 
 def _counts(
@@ -155,16 +156,17 @@ def _counts(
     model_config: Mapping[str, Any] | None,
     blocks: Mapping[str, int],
 ) -> tuple[dict[str, int], str]:
-    """Blocks per stack in execution order, and where the numbers come from."""
+    """Blocks per stack in execution order, and where the numbers come from, if there are any."""
     size = family.size(flavour)
     if model_config is not None:
         origin, known = "block counts from the model's config.json", family.counts(model_config)
     elif size is not None:
         origin, known = f"block counts of the published size {size}", family.counts_of_size(size)
     else:
-        origin, known = "block counts as given", {}
+        origin, known = "", {}
     if blocks:
-        origin += f"; those of {', '.join(blocks)} as given"
+        given = f"those of {', '.join(blocks)} as given"
+        origin = f"{origin}; {given}" if origin else "block counts as given"
     known |= blocks
     unknown = [p for p in blocks if p != UNITS and not any(s.describes(p) for s in family.stacks)]
     if unknown:

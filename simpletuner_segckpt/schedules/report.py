@@ -17,7 +17,8 @@ UNITS = "units"  # the path under which modules outside every stack are reported
 MOST_BLOCKS = 10_000  # of a stack
 
 
-Strategy = Literal["segmented", "per-block", "native", "off"]
+# "unknown" is that of a model whose blocks nobody has counted.
+Strategy = Literal["segmented", "per-block", "native", "off", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Report:
     @property
     def strategy(self) -> Strategy:
         """``native`` if any stack is, else ``segmented``, else ``per-block``, else ``off``."""
+        if not self.stacks and not any(condition.off for condition in self.conditions):
+            return "unknown"
         found = {stack.strategy for stack in self.stacks}
         order: tuple[Strategy, ...] = ("native", "segmented", "per-block")
         return next((strategy for strategy in order if strategy in found), "off")
