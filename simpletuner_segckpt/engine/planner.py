@@ -174,7 +174,8 @@ class ForwardPlanner:
             return RecordingRun(stack, shape, replay=not self.described, hooks=hooks, memory=memory)
         if proof.reason and _has_segments(proof.schedule):
             self.messages.warn(
-                "block-by-block", f"segments of {planned.path} end early: {proof.reason}"
+                "block-by-block",
+                f"segments of {planned.path} end early: {proof.reason}; it runs {proof.schedule}",
             )
         elif proof.reason:
             self._say_per_block(planned.path, proof.reason)
