@@ -2,7 +2,7 @@
 
 import sys
 
-from .commands.check import main
+from .commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("check", sys.argv[1:]))

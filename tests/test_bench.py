@@ -10,12 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from simpletuner_segckpt.bench import child, picture, tables
 from simpletuner_segckpt.bench import prediction as predicting
 from simpletuner_segckpt.bench import runner as running
-from simpletuner_segckpt.bench.cells import Cell, Point, front, without_effect
+from simpletuner_segckpt.bench.cells import (
+    Cell,
+    Point,
+    front,
+    points_of,
+    slower_for_keeping,
+    without_effect,
+)
+from simpletuner_segckpt.bench.trial import TINY_NOTE
 from simpletuner_segckpt.commands import bench
+from simpletuner_segckpt.estimator.profile.records import GIB
 
 MODES = ["none", "interval2"]
 
@@ -419,6 +429,62 @@ def test_pairs_without_effect():
     assert without_effect([layer, ran_otherwise]) == [("layer", "config")]
 
 
+def test_keeping_that_takes_longer_than_recomputing_is_said():
+    keep = "gradient_checkpointing_keep"
+
+    def cell(mode, seconds, **keys):
+        known = {keep: [], "gradient_checkpointing_backend": "torch"}
+        return Cell(mode=mode, status="measured", seconds=seconds, keys=known | keys)
+
+    layer = cell("layer", [1.0, 1.1, 1.2])
+    slow, within_noise = [2.9, 3.0, 3.1], [1.1, 1.2, 1.3]
+    kept = cell("layer+keep-attention", slow, **{keep: ["attention"]})
+    assert slower_for_keeping([layer, kept]) == [("layer+keep-attention", "layer")]
+    [said] = tables.reasons([layer, kept])
+    assert said.startswith("layer+keep-attention: takes longer than layer, which recomputes what")
+    assert "bound by the host" in said
+    for other in (
+        cell("layer+keep-attention", within_noise, **{keep: ["attention"]}),
+        cell("layer+unsloth", slow, gradient_checkpointing_backend="unsloth"),
+        cell("both", slow, **{keep: ["ffn"], "gradient_checkpointing_backend": "unsloth"}),
+    ):
+        assert slower_for_keeping([layer, other]) == []
+    assert "keep gains nothing" in TINY_NOTE  # where nothing is there to compare with
+
+
+@pytest.mark.parametrize(
+    ("gib", "unit", "shown"), [(17.259, "GiB", "17.26"), (1.5e-3, "MiB", "1.54")]
+)
+def test_peaks_are_in_a_unit_that_suits_them(gib, unit, shown, tmp_path):
+    seconds = (1.0, 1.1)
+    most, least = int(gib * 2**30), int(gib * 2**29)
+    cells = [
+        Cell(mode="none", status="measured", seconds=seconds, peak_bytes=most, blocks=3),
+        Cell(mode="layer", status="measured", seconds=seconds, peak_bytes=least, blocks=3),
+    ]
+    found = tables.Results("model", "device", "fp32", "some steps", cells)
+    assert f"peak {unit}" in tables.columns(found)
+    document = tables.markdown(found)
+    assert f"(median) / peak {unit}." in document
+    assert f"| fp32 | none | 1.050 / {shown} |" in document
+    assert "GiB" not in document or unit == "GiB"
+    drawn = picture.terminal(points_of(cells))
+    assert drawn[0] == f"peak {unit}"
+    assert drawn[1].split()[0] == f"{float(shown):.3g}"
+    axes = []
+
+    class Seen(Figure):
+        def savefig(self, path):
+            axes.append((self.axes[0].get_ylabel(), self.axes[0].get_ylim()[1]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure", Seen)
+        assert picture.draw(points_of(cells), [], "title", tmp_path / "x.png")
+    [(label, top)] = axes
+    assert label == f"peak {unit}"
+    assert float(shown) <= top < 1.2 * float(shown)
+
+
 def test_the_pareto_front():
     points = [
         Point("layer", 3.0, 1.0),
@@ -432,8 +498,12 @@ def test_the_pareto_front():
 
 
 def test_the_plot_of_characters():
-    points = [Point("none", 1.0, 9.0), Point("layer", 2.0, 1.0), Point("worse", 2.0, 9.0)]
-    drawn = picture.terminal(points, [Point("none", 1.5, 5.0)], width=11, height=5)
+    points = [
+        Point("none", 1.0, 9.0 * GIB),
+        Point("layer", 2.0, 1.0 * GIB),
+        Point("worse", 2.0, 9.0 * GIB),
+    ]
+    drawn = picture.terminal(points, [Point("none", 1.5, 5.0 * GIB)], width=11, height=5)
     assert drawn == [
         "peak GiB",
         "9 |A         c",
@@ -448,7 +518,7 @@ def test_the_plot_of_characters():
         "c worse",
         "capitals: Pareto front; dots: predicted",
     ]
-    together = picture.terminal([Point("a", 1.0, 1.0), Point("b", 1.0, 1.0)], width=11, height=3)
+    together = picture.terminal([Point(mode, 1.0, GIB) for mode in "ab"], width=11, height=3)
     assert together[2] == "  |     Ab"
     assert picture.terminal([]) == []
 
@@ -467,7 +537,6 @@ def test_labels_cover_nothing():
 
 
 def test_small_figures_keep_their_digits():
-    assert [tables.gib(value) for value in (17.259, 1.5, 0.00146)] == ["17.26", "1.50", "0.00146"]
     assert [tables.seconds(value) for value in (1.0223, 0.0134, 0.0)] == [
         "1.022",
         "0.0134",

@@ -78,6 +78,12 @@ def validate(tmp_path, capsys, monkeypatch):
             "config.json:1:40: SEG301 error: `gradient_checkpointing_segment_stride` is 2 but",
         ),
         ({"gradient_checkpointing_segment_stride": 2}, "config.json:1:2: SEG302 warning"),
+        (
+            {"gradient_checkpointing_segment_stride": 1, "model_family": "fluxx"},
+            "config.json:1:2: SEG302 warning: `gradient_checkpointing_segment_stride` is 1 without "
+            "gradient_checkpointing_interval, so every block is recomputed by itself, as without "
+            "it; write the interval as well",
+        ),
         ({"gradient_checkpointing_offload_prefetch": True}, "config.json:1:2: SEG303 error"),
         ({"gradient_checkpointing": False, INTERVAL: 2}, "config.json:1:35: SEG304 warning"),
         (

@@ -63,23 +63,23 @@ class Cell(BaseModel):
 
 
 class Point(NamedTuple):
-    """A mode in the picture. seconds: of a step. gib: at its peak."""
+    """A mode in the picture. seconds: of a step. peak: bytes."""
 
     mode: str
     seconds: float
-    gib: float
+    peak: float
 
 
 def points_of(cells: Iterable[Cell]) -> list[Point]:
     """The measured modes."""
-    return [Point(cell.mode, cell.median, cell.gib) for cell in cells if cell.measured]
+    return [Point(cell.mode, cell.median, cell.peak_bytes) for cell in cells if cell.measured]
 
 
 def front(points: Iterable[Point]) -> list[Point]:
     """The Pareto front, fastest first: no other mode is as fast in less memory."""
     found: list[Point] = []
-    for point in sorted(points, key=lambda point: (point.seconds, point.gib)):
-        if not found or point.gib < found[-1].gib:
+    for point in sorted(points, key=lambda point: (point.seconds, point.peak)):
+        if not found or point.peak < found[-1].peak:
             found.append(point)
     return found
 
@@ -97,4 +97,19 @@ def without_effect(cells: Sequence[Cell]) -> list[tuple[str, str]]:
         and abs(one.peak_bytes - other.peak_bytes)
         < SAME_MEMORY * max(one.peak_bytes, other.peak_bytes)
         and abs(one.median - other.median) < one.spread + other.spread
+    ]
+
+
+def slower_for_keeping(cells: Sequence[Cell]) -> list[tuple[str, str]]:
+    """Modes that keep outputs and take longer, beyond noise, than the one that recomputes them."""
+    key = "gradient_checkpointing_keep"
+    measured = [cell for cell in cells if cell.measured]
+    return [
+        (one.mode, other.mode)
+        for one in measured
+        for other in measured
+        if one.keys.get(key)
+        and not other.keys.get(key)
+        and one.keys | {key: None} == other.keys | {key: None}
+        and one.median - other.median > one.spread + other.spread
     ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 
+from ..messages.units import unit_of
 from .cells import Point, front
 
 DPI = 130
@@ -16,7 +17,7 @@ DPI = 130
 SIZE = 8  # of letters, in points
 
 
-Extent = tuple[float, float, float, float]  # seconds and GiB: least, most, least, most
+Extent = tuple[float, float, float, float]  # seconds and bytes: least, most, least, most
 
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
@@ -28,6 +29,11 @@ def draw(measured: Sequence[Point], predicted: Sequence[Point], title: str, path
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    unit = unit_of(max(point.peak for point in (*measured, *predicted)), "MiB")
+    measured, predicted = (
+        [point._replace(peak=point.peak / unit.bytes) for point in points]
+        for points in (measured, predicted)
+    )
     figure = Figure(figsize=(9, 6), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     best = front(measured)
@@ -48,7 +54,7 @@ def draw(measured: Sequence[Point], predicted: Sequence[Point], title: str, path
             zorder=2,
         )
     axes.set_xlabel("seconds for a step (median)")
-    axes.set_ylabel("peak GiB")
+    axes.set_ylabel(f"peak {unit.name}")
     axes.set_title(title, fontsize=9, wrap=True)
     axes.margins(x=0.15, y=0.1)
     axes.grid(color="0.93")
@@ -66,7 +72,7 @@ def draw(measured: Sequence[Point], predicted: Sequence[Point], title: str, path
     ):
         axes.annotate(
             point.mode,
-            (point.seconds, point.gib),
+            (point.seconds, point.peak),
             xytext=(x, y),
             textcoords="offset points",
             fontsize=SIZE,
@@ -77,7 +83,7 @@ def draw(measured: Sequence[Point], predicted: Sequence[Point], title: str, path
 
 
 def _axes(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    return [point.seconds for point in points], [point.gib for point in points]
+    return [point.seconds for point in points], [point.peak for point in points]
 
 
 def labels(
@@ -118,8 +124,8 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def extent_of(points: Sequence[Point]) -> Extent:
-    """Seconds and GiB, the least and the most of each."""
-    times, sizes = [point.seconds for point in points], [point.gib for point in points]
+    """Seconds and bytes, the least and the most of each."""
+    times, sizes = [point.seconds for point in points], [point.peak for point in points]
     return min(times), max(times), min(sizes), max(sizes)
 
 
@@ -137,7 +143,7 @@ def terminal(
 
     def put(point: Point, mark: str, over: str = " ") -> None:
         across = (point.seconds - left) / (right - left) if right > left else 0.5
-        up = (point.gib - low) / (high - low) if high > low else 0.5
+        up = (point.peak - low) / (high - low) if high > low else 0.5
         row = canvas[round((1 - up) * (height - 1))]
         column = round(across * (width - 1))
         places = [*range(column, width), *reversed(range(column))]
@@ -154,9 +160,10 @@ def terminal(
         mark = letters[number % len(letters)]
         put(point, mark, " .")
         legend.append(f"{mark} {point.mode}")
-    labels = [f"{high:.3g}", f"{low:.3g}"]
+    unit = unit_of(high, "MiB")
+    labels = [f"{peak / unit.bytes:.3g}" for peak in (high, low)]
     margin = max(map(len, labels))
-    lines = ["peak GiB"]
+    lines = [f"peak {unit.name}"]
     for number, row in enumerate(canvas):
         label = labels[0] if number == 0 else labels[1] if number == height - 1 else ""
         lines.append(f"{label:>{margin}} |{''.join(row)}".rstrip())

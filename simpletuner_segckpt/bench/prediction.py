@@ -9,15 +9,14 @@ from ..estimator.predict.cards import Card, cards
 from ..estimator.predict.modes import predict_mode
 from ..estimator.predict.step_time import time_of
 from ..estimator.profile.profile import profile
-from ..estimator.profile.records import GIB
 from .trial import Trial
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A mode. gib: at its peak. seconds: of a step, where the card is known."""
+    """A mode. peak: bytes. seconds: of a step, where the card is known."""
 
-    gib: float
+    peak: float
     seconds: float | None = None
 
 
@@ -46,7 +45,7 @@ def predict(
                 impossible[mode] = made.impossible
                 continue
             seconds = time_of(made.step, card).total if card else None
-            found[mode] = Prediction(made.step.peak / GIB, seconds)
+            found[mode] = Prediction(made.step.peak, seconds)
     except Exception as error:  # a model that does not run without memory may run with it
         first = str(error).partition("\n")[0]
         return Predicted({}, {}, f"no predictions: {type(error).__name__}: {first}")

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .cells import Cell, without_effect
+from ..messages.units import Unit, unit_of
+from .cells import Cell, slower_for_keeping, without_effect
 from .prediction import Prediction
 
 WIDTH = 160  # columns that the table may take, also where no terminal says how many there are
@@ -14,7 +15,7 @@ DOUBT = "option without effect?"
 
 
 LEGEND = (
-    "Each measured cell is seconds of a step without warm-up (median) / peak GiB. OOM ran out of "
+    "Each measured cell is seconds of a step without warm-up (median) / peak {}. OOM ran out of "
     "memory, failed did not get through the measured steps, unsupported cannot be carried out on "
     "this model, not run was not asked for."
 )
@@ -32,6 +33,18 @@ class Results:
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
+    @property
+    def unit(self) -> Unit:
+        """In which peaks are shown."""
+        peaks: list[float] = [cell.peak_bytes for cell in self.cells]
+        peaks += [prediction.peak for prediction in self.predictions.values()]
+        return unit_of(max(peaks, default=0), "MiB")
+
+    def peak(self, amount: float) -> str:
+        """``amount`` bytes in that unit, without it."""
+        value = amount / self.unit.bytes
+        return f"{value:.{decimals(value, 2)}f}"
+
 
 def decimals(value: float, least: int) -> int:
     """How many decimals show three digits of a small value; ``least`` for others."""
@@ -40,10 +53,6 @@ def decimals(value: float, least: int) -> int:
 
 def seconds(value: float) -> str:
     return f"{value:.{decimals(value, 3)}f}"
-
-
-def gib(value: float) -> str:
-    return f"{value:.{decimals(value, 2)}f}"
 
 
 def with_spread(cell: Cell) -> str:
@@ -55,18 +64,20 @@ def published(found: Results) -> list[str]:
     return [
         f"| Precision | Mode | {_escaped(found.device)} |",
         "| --- | --- | ---: |",
-        *(f"| {found.precision} | {cell.mode} | {_figures(cell)} |" for cell in found.cells),
+        *(f"| {found.precision} | {cell.mode} | {_figures(found, cell)} |" for cell in found.cells),
     ]
 
 
-def _figures(cell: Cell) -> str:
-    return f"{seconds(cell.median)} / {gib(cell.gib)}" if cell.measured else cell.status
+def _figures(found: Results, cell: Cell) -> str:
+    if not cell.measured:
+        return cell.status
+    return f"{seconds(cell.median)} / {found.peak(cell.peak_bytes)}"
 
 
 def columns(found: Results) -> list[str]:
-    names = ["mode", "s/step", "peak GiB", "time/none", "memory/none", "recomputed"]
+    names = ["mode", "s/step", f"peak {found.unit.name}", "time/none", "memory/none", "recomputed"]
     if found.predictions:
-        names.append("predicted GiB")
+        names.append(f"predicted {found.unit.name}")
         if any(prediction.seconds for prediction in found.predictions.values()):
             names.append("predicted s/step")
     return [*names, "status"]
@@ -81,14 +92,14 @@ def rows(found: Results) -> list[list[str]]:
     for cell in found.cells:
         row = [cell.mode, *[""] * 5]
         if cell.measured:
-            row[1:3] = with_spread(cell), gib(cell.gib)
+            row[1:3] = with_spread(cell), found.peak(cell.peak_bytes)
             if none:
                 row[3] = f"{cell.median / none.median:.2f}"
                 row[4] = f"{cell.peak_bytes / none.peak_bytes:.2f}"
             row[5] = f"{cell.recomputed} of {cell.blocks}"
         if found.predictions:
             prediction = found.predictions.get(cell.mode)
-            row.append(gib(prediction.gib) if prediction else "")
+            row.append(found.peak(prediction.peak) if prediction else "")
             if timed:
                 there = prediction and prediction.seconds
                 row.append(seconds(there) if there else "")
@@ -115,6 +126,11 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
         f"{mode}: {DOUBT} its figures are those of {', '.join(others)}, within noise"
         for mode, others in same_as(cells).items()
     ]
+    lines += [
+        f"{mode}: takes longer than {other}, which recomputes what it keeps: such a step is bound "
+        "by the host, to which each operator inside a kept block is work, and gains nothing by it"
+        for mode, other in slower_for_keeping(cells)
+    ]
     warned: dict[str, list[str]] = {}
     for cell in cells:
         for remark in cell.remarks:
@@ -125,7 +141,7 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
 def markdown(found: Results, picture: str = "") -> str:
     """The document ``results.md``."""
     lines = [f"# {found.title}", "", f"{found.device}, {found.how}.", ""]
-    lines += [*published(found), "", LEGEND, ""]
+    lines += [*published(found), "", LEGEND.format(found.unit.name), ""]
     names = columns(found)
     lines += [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
     lines += [f"| {' | '.join(map(_escaped, row))} |" for row in rows(found)]

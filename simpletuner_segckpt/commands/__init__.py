@@ -1,9 +1,12 @@
 """The ``segckpt`` command: one subcommand per module with a ``main``."""
 
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import version
 
+from ..messages.log import only_our_words
 from .output import command
 
 # Command -> the module whose main it is, and what it does.
@@ -23,8 +26,7 @@ COMMANDS = {
 def main() -> int:
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
-        code: int = import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
-        return code
+        return run(name, arguments)
     usage = "usage: segckpt COMMAND ...\n\ncommands:\n" + "\n".join(
         f"  {each:<10} {text}" for each, (_, text) in COMMANDS.items()
     )
@@ -34,6 +36,14 @@ def main() -> int:
         return command(name)(_show)(version("simpletuner-segckpt"))
     print(f"segckpt: there is no command {name!r}\n{usage}", file=sys.stderr)
     return 2
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """The exit code of a command, loaded and run without what other libraries tell meanwhile."""
+    # The script that is launched is somebody else's, and may say what it likes.
+    with nullcontext() if name == "launch" else only_our_words():
+        code: int = import_module(f".{COMMANDS[name][0]}", __package__).main(arguments)
+    return code
 
 
 def _show(text: str) -> int:

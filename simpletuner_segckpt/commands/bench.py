@@ -26,6 +26,7 @@ from ..messages.errors import (
     WorkloadError,
     reason_of,
 )
+from ..messages.units import readable
 from .output import command, refuse
 from .printing import print_findings
 from .workload_options import add_workload_options, modes_in, overrides_of
@@ -218,7 +219,7 @@ def _device(name: str | None) -> "torch.device":
 def _run(bench: "Bench", redo: bool) -> "dict[str, Cell]":
     """Measure, saying what comes of each mode. What is done when Ctrl-C is pressed."""
     from ..bench.runner import run
-    from ..bench.tables import gib, seconds
+    from ..bench.tables import seconds
 
     done: dict[str, Cell] = {}
     console = _console()
@@ -232,7 +233,7 @@ def _run(bench: "Bench", redo: bool) -> "dict[str, Cell]":
             done[mode] = cell
             told = f"{cell.status} {cell.reason}".strip()
             if cell.measured:
-                told = f"{seconds(cell.median)} s/step, {gib(cell.gib)} GiB"
+                told = f"{seconds(cell.median)} s/step, {readable(cell.peak_bytes)}"
             console.print(f"{mode}: {told}{' (in the file already)' if there else ''}")
     except KeyboardInterrupt:
         cells.close()
@@ -299,7 +300,7 @@ def _predicted_points(found: "Results") -> "list[Point]":
     from ..bench.cells import Point
 
     return [
-        Point(cell.mode, prediction.seconds or cell.median, prediction.gib)
+        Point(cell.mode, prediction.seconds or cell.median, prediction.peak)
         for cell in found.cells
         if cell.measured and (prediction := found.predictions.get(cell.mode))
     ]

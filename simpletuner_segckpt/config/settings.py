@@ -217,12 +217,11 @@ def _warn(
         return
     stride = "gradient_checkpointing_segment_stride"
     if stride in given and "gradient_checkpointing_interval" not in given:
-        warn(
-            "stride-without-interval",
-            stride,
-            f"is {config.stride} without gradient_checkpointing_interval, so of every "
-            f"{config.stride} blocks only the first is recomputed; write the interval as well",
-        )
+        covered = f"of every {config.stride} blocks only the first is recomputed"
+        if config.stride == 1:
+            covered = "every block is recomputed by itself, as without it"
+        message = f"is {config.stride} without gradient_checkpointing_interval, so {covered}; "
+        warn("stride-without-interval", stride, f"{message}write the interval as well")
     buckets = "gradient_checkpointing_offload_pin_memory_max_buckets"
     if buckets in given and not (config.offload_attention or config.inputs_on_cpu):
         warn("no-effect", buckets, "has no effect, since nothing is offloaded")

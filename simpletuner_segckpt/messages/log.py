@@ -20,6 +20,23 @@ def quiet(log: logging.Logger, level: int) -> Iterator[None]:
         log.setLevel(before)
 
 
+@contextmanager
+def only_our_words() -> Iterator[None]:
+    """Within this, other libraries log nothing below an error, whenever they are imported.
+
+    Some (torchao, bitsandbytes) are loaded by others when these see fit, and then tell of each part
+    of theirs that does not load.
+    """
+    before = logging.root.manager.disable
+    logger.manager = logging.Manager(logging.root)  # what is disabled for others is not for us
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        del logger.manager
+        logging.disable(before)
+
+
 def warn(rule: str, message: str) -> None:
     """Say ``message`` with the code of its rule."""
     logger.warning("%s %s", CODES[rule], message)
