@@ -897,3 +897,29 @@ def test_a_thread_that_ends_in_the_middle_of_a_forward():
     model.enable_gradient_checkpointing()
     step(model, inputs)
     assert len(installation.effect.stacks) == 2
+
+
+def test_thirty_shapes_of_batch_text_and_image():
+    """Buckets, two epochs: one forward is recorded, and what it showed holds for all sizes."""
+    model, _ = model_and_inputs("flux")
+    twin = copy.deepcopy(model)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    config = model.config
+    for epoch in range(2):
+        for bucket in range(30):
+            torch.manual_seed(bucket)
+            batch, text, image = 1 + bucket % 2, 3 + bucket % 5, 4 + bucket % 6
+            inputs = {
+                "hidden_states": torch.randn(batch, image, config.in_channels),
+                "encoder_hidden_states": torch.randn(batch, text, config.joint_attention_dim),
+                "pooled_projections": torch.randn(batch, config.pooled_projection_dim),
+                "timestep": torch.full((batch,), 0.5),
+                "img_ids": torch.rand(image, 3),
+                "txt_ids": torch.rand(text, 3),
+                "guidance": torch.full((batch,), 3.5) if config.guidance_embeds else None,
+            }
+            inputs = {name: value for name, value in inputs.items() if value is not None}
+            assert step(model, inputs) == step(twin, inputs)
+            first = epoch == bucket == 0
+            for stack in installation.effect.stacks:
+                assert (stack.strategy == "segmented") is not first
