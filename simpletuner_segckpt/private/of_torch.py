@@ -5,7 +5,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ try:
 except ImportError:  # the name that it would have as a public one
     from torch.utils import pytree  # type: ignore[attr-defined, no-redef]
 
-# What torch's own counters of operators and its selective checkpointing build on.
+# What torch's own counters of operators build on.
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError:
@@ -66,10 +66,34 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
+def saved_tensor_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The innermost hooks for tensors that autograd saves."""
+    return _top_hooks(True) if _top_hooks is not None else None
+
+
 def inside_checkpoint() -> bool:
     """Whether a checkpoint call, of whomever, runs around this code."""
-    hooks = _top_hooks(True) if _top_hooks is not None else None
+    hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+
+
+# How many dispatch modes are open in this thread.
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+_exclude_key = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+
+
+def detached_below_autograd(tensor: Tensor) -> Tensor:
+    """``tensor`` detached within a dispatch mode, so that writes to either show in its version."""
+    if _exclude_key is None:
+        return tensor.detach()
+    with _exclude_key(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The same for tensors that share their memory; of fake ones as well."""
+    return tensor.untyped_storage()._cdata
 
 
 def version(tensor: Tensor | None) -> int:

@@ -15,7 +15,9 @@ from ..offload.saved_tensors import HostMemory, Offload
 from ..private.of_torch import pytree
 from ..schedules.tally import tally
 from .contexts import Contexts, Together
-from .kept_operators import Kept, in_graph
+from .kept_operators import in_graph
+from .kept_outputs import Keeping
+from .state import StatefulRecompute
 from .submodules import CallWrapper, SubmoduleKind, treated
 
 
@@ -47,21 +49,35 @@ def _call(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> A
 
 @dataclass(frozen=True)
 class Recompute:
-    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it."""
+    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it.
+
+    keeping: what is not recomputed.
+    """
 
     contexts: tuple[Contexts, ...] = ()
+    keeping: Keeping | None = None
     offload: Offload | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options = {"context_fn": self._entered} if self.contexts else {}
+        options: dict[str, Any] = {}
+        if self.contexts or self.keeping is not None:
+            options["context_fn"] = partial(self._entered, function)
         if self.offload is None:
             return torch_checkpoint(options, function, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))  # tensors in tuples are moved as well
         call = partial(_unflattened, function, spec)
         return self.offload.run("inputs", torch_checkpoint, options, call, tuple(leaves), {})
 
-    def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
+    def _entered(
+        self, function: Callable[..., Any]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        made = [contexts() for contexts in self.contexts]
+        if self.keeping is not None:
+            modules = function.modules if isinstance(function, StatefulRecompute) else ()
+            made.append(self.keeping.contexts(modules))
+        if len(made) == 1:
+            return made[0]
+        forward, again = zip(*made, strict=True)
         return Together(*forward), Together(*again)
 
 
@@ -89,6 +105,7 @@ class Backend:
         self.config = config
         self.order: dict[int, int] = {}  # in which backward wants what was offloaded
         self.host: HostMemory | None = None
+        self.keeping = Keeping(config.keep) if config.keep else None
         asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
         if asked and accelerator is not None:
             pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
@@ -122,9 +139,8 @@ class Backend:
         if offload is not None and config.offload_attention:
             parts["attention"] = partial(offload.run, "attention")
         gap = partial(with_submodules, parts) if parts else plainly
-        if config.keep:
-            contexts = (*contexts, lambda: Kept(config.keep).contexts())
-        covered: CallWrapper = Recompute(contexts, offload if config.inputs_on_cpu else None)
+        inputs = offload if config.inputs_on_cpu else None
+        covered: CallWrapper = Recompute(contexts, self.keeping, inputs)
         if config.feed_forward_only:
             recompute = partial(_counted, covered)
             covered = partial(with_submodules, {**parts, "feed_forward": recompute})
