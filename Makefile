@@ -54,6 +54,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/validate_start.py
 	$(BIN)/python benchmarks/estimate_cost.py
 	$(BIN)/python benchmarks/layer_overhead.py
+	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/keep_attention.py
 
 # torch first and by itself: it is what the constraints pin to a build for this machine. pip shows its progress.

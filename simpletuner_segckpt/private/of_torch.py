@@ -5,7 +5,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 """
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ try:
 except ImportError:  # the name that it would have as a public one
     from torch.utils import pytree  # type: ignore[attr-defined, no-redef]
 
-# What torch's own counters of operators and its selective checkpointing build on.
+# What torch's own counters of operators build on.
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError:
@@ -104,6 +104,25 @@ def finished(tensor: Tensor) -> Tensor:
     """What a functional collective returned, when it is there: it may still be under way."""
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(tensor)
     return waited
+
+
+# How many dispatch modes are open in this thread.
+dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+_exclude_key = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+
+
+def detached_below_autograd(tensor: Tensor) -> Tensor:
+    """``tensor`` detached within a dispatch mode, so that writes to either show in its version."""
+    if _exclude_key is None:
+        return tensor.detach()
+    with _exclude_key(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The same for tensors that share their memory; of fake ones as well."""
+    return tensor.untyped_storage()._cdata
 
 
 def version(tensor: Tensor | None) -> int:

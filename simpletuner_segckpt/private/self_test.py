@@ -115,6 +115,26 @@ def _current_backward() -> bool:
     return len(set(seen)) == 2 and None not in seen and of_torch.current_backward() is None
 
 
+def _kept_outputs() -> bool:
+    found = []
+
+    class Mode(of_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            detached = of_torch.detached_below_autograd(result)
+            found.append((of_torch.dispatch_modes(), detached, of_torch.version(detached)))
+            return result
+
+    with Mode():
+        inside = of_torch.dispatch_modes()
+        result = torch.ones(2, requires_grad=True) * 2
+    result.mul_(3)
+    below, detached, before = found[-1]
+    counted = (below, of_torch.dispatch_modes()) == (inside - 1, inside - 1)
+    written = of_torch.version(detached) == before + 1 and not detached.requires_grad
+    return counted and written and of_torch.memory_of(detached) == of_torch.memory_of(result)
+
+
 def _versions() -> bool:
     tensor = torch.zeros(2)
     view = tensor[:1]
@@ -329,8 +349,8 @@ NAMES = tuple(
         ),
         (
             "torch.utils._python_dispatch.TorchDispatchMode",
-            "to count bytes and to copy what compiled attention returns",
-            "the estimator counts nothing, and keep is not safe in compiled blocks",
+            "to count bytes and to meet the operators that keep is about",
+            "the estimator counts nothing, and nothing is kept",
             _dispatch_mode,
         ),
         (
@@ -347,9 +367,10 @@ NAMES = tuple(
         ),
         (
             "torch._C._autograd._top_saved_tensors_default_hooks",
-            "to see a checkpoint call of somebody else around the model, and to explain what torch "
-            "says of a recompute",
-            "such a call is not noticed, and torch's own text is what users get",
+            "to see a checkpoint call of somebody else around the model, to explain what torch "
+            "says of a recompute, and when keep has to look",
+            "such a call is not noticed, torch's own text is what users get, and keep looks at "
+            "every operator",
             _inside_checkpoint,
         ),
         (
@@ -363,6 +384,12 @@ NAMES = tuple(
             "to give diffusers' ring attention what it saved more than once",
             "it has no backward under a checkpoint call",
             _current_backward,
+        ),
+        (
+            "_len_torch_dispatch_stack, _SetExcludeDispatchKeyGuard, UntypedStorage._cdata",
+            "to look for what is to be kept without getting in the way of a block's own modes",
+            "keep looks at more operators, and does not notice writes to what it keeps",
+            _kept_outputs,
         ),
         (
             "Tensor._version and Tensor._base",

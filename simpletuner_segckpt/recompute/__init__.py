@@ -2,6 +2,7 @@
 
 ``backend`` turns the keys into the two ways in which a block is called, ``state`` has a module
 recomputed as it was in forward, ``gathered`` has FSDP2 gather for that in the order of every other
-rank, ``submodules`` and ``kept_operators`` treat parts of a block by themselves, ``contexts`` is
-what is entered around the forward and its recompute.
+rank, ``submodules`` treats parts of a block by themselves, ``kept_operators`` says which outputs
+are not recomputed and ``kept_outputs`` keeps them, ``contexts`` is what is entered around the
+forward and its recompute.
 """

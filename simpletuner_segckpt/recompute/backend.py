@@ -1,12 +1,13 @@
 """How the blocks run: what ``gradient_checkpointing_backend`` and the keys beside it stand for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.utils.checkpoint
+from torch.nn import Module
 
 from ..config_schema import CheckpointingConfig
 from ..model.foreign_hooks import has_hook_inside
@@ -18,7 +19,8 @@ from ..schedules.tally import tally
 from .containers import is_container
 from .contexts import Contexts, Together
 from .gathered import GatheredRecompute
-from .kept_operators import Kept, in_graph
+from .kept_operators import in_graph
+from .kept_outputs import Keeping
 from .state import StatefulRecompute
 from .submodules import CallWrapper, SubmoduleKind, treated
 
@@ -51,16 +53,22 @@ def _call(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> A
 
 @dataclass(frozen=True)
 class Recompute:
-    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it."""
+    """``torch_checkpoint`` within ``contexts``; ``offload`` moves what enters it.
+
+    keeping: what is not recomputed.
+    """
 
     contexts: tuple[Contexts, ...] = ()
+    keeping: Keeping | None = None
     offload: Offload | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options: dict[str, Any] = {"context_fn": self._entered} if self.contexts else {}
+        options: dict[str, Any] = {}
         modules = (
             function.modules if isinstance(function, (GatheredRecompute, StatefulRecompute)) else ()
         )
+        if self.contexts or self.keeping is not None:
+            options["context_fn"] = partial(self._entered, modules)
         if has_hook_inside(modules):
             # Hooks that empty weights after a module's pass fill them again for its backward, which
             # is after torch would compare the shapes of what the whole recompute has saved.
@@ -73,8 +81,15 @@ class Recompute:
         call = _Unflattened(partial(_call, function, tuple(kwargs)), values, spec)
         return self.offload.run("inputs", torch_checkpoint, options, call, tuple(leaves), {})
 
-    def _entered(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        forward, again = zip(*(contexts() for contexts in self.contexts), strict=True)
+    def _entered(
+        self, modules: Sequence[Module]
+    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        made = [contexts() for contexts in self.contexts]
+        if self.keeping is not None:
+            made.append(self.keeping.contexts(modules))
+        if len(made) == 1:
+            return made[0]
+        forward, again = zip(*made, strict=True)
         return Together(*forward), Together(*again)
 
 
@@ -114,6 +129,7 @@ class Backend:
         self.config = config
         self.order: dict[int, int] = {}  # in which backward wants what was offloaded
         self.host: HostMemory | None = None
+        self.keeping = Keeping(config.keep) if config.keep else None
         asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
         if asked and accelerator is not None:
             pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
@@ -147,9 +163,8 @@ class Backend:
         if offload is not None and config.offload_attention:
             parts["attention"] = partial(offload.run, "attention")
         gap = partial(with_submodules, parts) if parts else plainly
-        if config.keep:
-            contexts = (*contexts, lambda: Kept(config.keep).contexts())
-        covered: CallWrapper = Recompute(contexts, offload if config.inputs_on_cpu else None)
+        inputs = offload if config.inputs_on_cpu else None
+        covered: CallWrapper = Recompute(contexts, self.keeping, inputs)
         whole = covered
         if config.feed_forward_only:
             recompute = partial(_counted, covered)

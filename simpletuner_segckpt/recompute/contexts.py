@@ -40,14 +40,3 @@ class Once(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-
-
-class Anew(Together):
-    """A context that is made each time it is entered."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
-        self.make = make
-
-    def __enter__(self) -> None:
-        self.contexts = (self.make(),)
-        super().__enter__()
