@@ -61,10 +61,6 @@ NormBase: Any = getattr(
     ),
 )
 
-# What torch 2.13's selective checkpointing says where a recompute runs an operator once more than
-# its forward did, in a plain RuntimeError.
-OPERATOR_NOT_IN_FORWARD = "encountered during backward but not found in storage"
-
 # What a subclass of Tensor enters to call the functions of its base.
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 

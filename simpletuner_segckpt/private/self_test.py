@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from . import of_fake_tensors, of_libraries, of_tomlkit, of_torch
 
@@ -199,23 +198,6 @@ def _mixed_precision() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     return "_mp_policy" in FSDPState.init.__code__.co_names  # what needs a process group is not run
-
-
-def _operator_not_in_forward() -> bool:
-    ran = []
-
-    def once_more(tensor: torch.Tensor) -> torch.Tensor:
-        ran.append(tensor)
-        return tensor.sin() if len(ran) == 1 else (tensor + 1).sin()
-
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    tensor = torch.ones(1, requires_grad=True)
-    loss = checkpoint(once_more, tensor, use_reentrant=False, context_fn=contexts)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return of_torch.OPERATOR_NOT_IN_FORWARD in str(error)
-    return torch.__version__ < "2.13"
 
 
 def _forward_prefetch() -> bool:
@@ -444,12 +426,6 @@ NAMES = tuple(
             "to warn of torch 2.11 and 2.12, which do not repeat FSDP2's cast of inputs",
             "that warning is not given",
             _mixed_precision,
-        ),
-        (
-            "the text of torch's selective checkpointing for an operator that it does not know",
-            "to say in one sentence that keep cannot be where hooks compute inside a block",
-            "that error is torch's own",
-            _operator_not_in_forward,
         ),
         (
             "FSDPState._states_to_forward_prefetch",
