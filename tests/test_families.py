@@ -11,7 +11,7 @@ from training import REGISTRY, add_lora, installed, keys, set_dropout
 import simpletuner_segckpt
 from simpletuner_segckpt.engine.links import Link
 from simpletuner_segckpt.model.stacks import blocks_of, matching, units_of
-from simpletuner_segckpt.model.tiny import make_inputs, make_model
+from simpletuner_segckpt.model.tiny import is_before, make_inputs, make_model
 from simpletuner_segckpt.schedules.report import UNITS
 from simpletuner_segckpt.schedules.schedule import make_schedules
 from simpletuner_segckpt.verify.step import counted, step
@@ -61,6 +61,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "training", "precision", "schedules"), CASES)
 def test_gradients_and_calls(name, training, precision, schedules):
     family, tiny = CLASSES[name]
+    if "ZImage" in name and "autocast" in precision and is_before("0.38"):
+        pytest.skip("Z-Image runs under autocast since diffusers 0.38")
     model = make_model(tiny).train()
     set_dropout(model)
     if training == "lora":

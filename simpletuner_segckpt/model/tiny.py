@@ -76,7 +76,7 @@ def make_model(tiny: Tiny, seed: int = 0, **config: Any) -> torch.nn.Module:
     model = load_class(tiny.model_class)(**_plain(tiny.config) | config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.numel() and not 0 < parameter.abs().max() < 100:
+            if not parameter.any() or not parameter.abs().max() < 100:
                 parameter.normal_(std=0.05)
     return model
 
