@@ -234,7 +234,7 @@ FAULTS = [
         "a mode is closed while an operator is on its way to it",
         "backends",
         "recompute/kept_outputs.py",
-        "saved.requires_grad or not returned",
+        "saved is not None and not self._has_returned(saved)",
         "False",
     ),
     Fault(

@@ -107,7 +107,7 @@ class _Clocked(TorchDispatchMode):
         self._hooks: AbstractContextManager[Any] | None = None
         self._now: Callable[[], int] = int  # nothing is saved where no checkpoint call is around
         self._seen: Counter[tuple[int, Any]] = Counter()
-        self._returned: list[int] = []  # the new memory of what ran last, if autograd saw it run
+        self._last: tuple[Any, ...] | None = None  # arguments and result of what ran last
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,8 +128,12 @@ class _Clocked(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         if self._open:
             super().__exit__(*error)
+            self._last = None
+        self._stop()
+
+    def _stop(self) -> None:
         if self._hooks is not None:
-            self._hooks.__exit__(*error)
+            self._hooks.__exit__(None, None, None)
             self._hooks = None  # no cycle
 
     def within_feed_forward(self, function: CallWrapper, *args: Any, **kwargs: Any) -> Any:
@@ -158,28 +162,32 @@ class _Clocked(TorchDispatchMode):
 
         It has to while a mode of the block's own is open, which expects to be the last one. And
         torch sends an operator to the modes that were there when it was called: one that only now
-        saves its arguments must still find this one. One that saves what it returned has run:
-        that is not tracked yet, as it will be when it is the argument of another.
+        saves its arguments must still find this one.
         """
         if dispatch_modes() != self._below + self._open:
             return False
         if self._open:
-            returned = saved is None or memory_of(saved) in self._returned
-            if saved is not None and (saved.requires_grad or not returned):
+            if saved is not None and not self._has_returned(saved):
                 return False
             super().__exit__(None, None, None)
+            self._last = None
         else:
             super().__enter__()
         self._open = not self._open
         return True
 
-    def _note_returned(self, args: tuple, result: Any) -> None:
-        self._returned = []
+    def _has_returned(self, saved: Tensor) -> bool:
+        """Whether the operator that saves this has run, and saves what it returned.
+
+        That is not tracked yet, as it will be when it is the argument of another.
+        """
+        if saved.requires_grad or self._last is None:
+            return False
+        args, result, tracks = self._last
         given = list(_tensors(args))
-        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in given):
-            before = [memory_of(leaf) for leaf in given]
-            after = map(memory_of, _tensors(result))
-            self._returned = [memory for memory in after if memory not in before]
+        tracks = tracks and any(leaf.requires_grad for leaf in given)
+        new = set(map(memory_of, _tensors(result))) - set(map(memory_of, given))
+        return tracks and memory_of(saved) in new
 
     def _place(self, operator: Any) -> _Place:
         """That of an operator which runs now."""
@@ -254,7 +262,7 @@ class _Forward(_Clocked):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.plan is not None:
-            self._note_returned(args, result)
+            self._last = (args, result, torch.is_grad_enabled())
         if not is_candidate(func):
             return result
         place = self._place(func)
@@ -316,6 +324,8 @@ class _Again(_Clocked):
             moment += 1
             if moment >= self._due:
                 self._turn(tensor)
+                if self._due == inf and not self._open:
+                    self._stop()
             return inner(tensor)
 
         return pack, lambda: moment
@@ -327,7 +337,7 @@ class _Again(_Clocked):
         else:
             result = _each(_Output, _Output.read, kept)
         if self.plan is not None:
-            self._note_returned(args, result)
+            self._last = (args, result, torch.is_grad_enabled())
         return result
 
 
