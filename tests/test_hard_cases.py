@@ -750,7 +750,7 @@ def test_a_copy_of_one_block_is_a_plain_block():
     model.register_forward_hook(lambda *_: None)  # cannot be pickled, and need not be
     simpletuner_segckpt.apply(model, keys(2))
     step(model, inputs)
-    assert len(pickle.dumps(model.blocks[0])) < size + 100
+    assert len(pickle.dumps(model.blocks[0])) < size + 150
     for twin in (copy.deepcopy(model.blocks[0]), pickle.loads(pickle.dumps(model.blocks[0]))):
         assert type(twin) is Block
         assert "_segckpt_receiver" not in twin.__dict__

@@ -32,7 +32,7 @@ from ..model.flags import SWITCH, CheckpointFlags, described
 from ..model.interception import RECEIVER, intercept, original_call, release
 from ..model.kv_cache import cache_makers
 from ..model.stacks import blocks_of
-from ..private.of_torch import inside_checkpoint
+from ..private.of_torch import hooks_on, inside_checkpoint
 from ..recompute.backend import plainly
 from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
 from ..schedules.conditions import Condition
@@ -40,6 +40,7 @@ from ..schedules.effect import Effect
 from ..schedules.history import History
 from ..schedules.report import Report
 from .forward import Forward
+from .outside import Notice
 from .planner import ForwardPlanner
 from .runs import recomputable
 from .watched import plain_tree, watched_in
@@ -110,7 +111,8 @@ class CheckpointEntry:
         # The same of this model and of its deep copies in this process together.
         self.overall = History()
         self._compiled_on = False  # of the forward that is being traced
-        self._outside: Module | None = None  # the model, if its blocks were called past its forward
+        # The model, if its blocks were called past its forward.
+        self._outside: weakref.ref[Module] | None = None
         # By thread, outermost first.
         self.running: dict[int, list[Running]] = {}
         # The model and the shallow copies of it that regional compilation makes.
@@ -204,7 +206,8 @@ class CheckpointEntry:
         if forward is not None:
             # A block that the model itself runs under a checkpoint call is left to that.
             return self.intercepts and inside_checkpoint() == forward.inside_checkpoint
-        return self._outside is not None and self._is_outside(self._outside)
+        model = None if self._outside is None else self._outside()
+        return model is not None and self._is_outside(model)
 
     def _is_outside(self, model: Module) -> bool:
         """Whether a block that is called now is called past the forward of ``model``."""
@@ -256,8 +259,8 @@ class CheckpointEntry:
         if running and running[-1].frame is sys._getframe(1):
             self._end(model, running)
 
-    def notice(self, model: Module, block: Module, args: tuple) -> None:
-        """Forward pre-hook of the first block of a stack: another module may run the blocks.
+    def notice(self, model: Module, block: Module) -> None:
+        """The first block of a stack is called: another module may run the blocks.
 
         Its loop does not ask the checkpoint function, so the blocks are intercepted from now on.
         """
@@ -267,7 +270,7 @@ class CheckpointEntry:
             or not self._is_outside(model)
         ):
             return
-        self._outside = model
+        self._outside = weakref.ref(model)
         for stack in self.forwards.stacks:
             intercept(blocks_of(model, stack.path), self)
         self.messages.warn(
@@ -370,6 +373,7 @@ class CheckpointEntry:
             return False
         if module not in self._models:
             self._models.add(module)
+            self._watch(module)
         self.intercept(module)
         self.intercept_submodules(module)
         if not self.flags.has_function(module, self):
@@ -426,18 +430,22 @@ class CheckpointEntry:
             module.register_forward_pre_hook(self.open, with_kwargs=True),
             module.register_forward_hook(self.note_return),
             module.register_forward_hook(self.close, always_call=True),
-            *(
-                blocks[0].register_forward_pre_hook(partial(self.notice, module))
-                for stack in self.forwards.stacks
-                if (blocks := blocks_of(module, stack.path))
-            ),
         ]
+        self._watch(module)
         for part, hook in cache_makers(module, (s.path for s in self.forwards.stacks), self):
             self.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
             if part is not module:
                 begin, end = partial(self.open_part, module), partial(self.close_part, module)
                 self.handles.append(part.register_forward_pre_hook(begin))
                 self.handles.append(part.register_forward_hook(end))
+
+    def _watch(self, module: Module) -> None:
+        """Have the first block of each stack tell when it is called."""
+        for stack in self.forwards.stacks:
+            for block in blocks_of(module, stack.path)[:1]:
+                hooks = [hook for _, hook in hooks_on(block, "forward pre-hook")]
+                if not any(isinstance(hook, Notice) and not hook.is_idle for hook in hooks):
+                    self.handles.append(block.register_forward_pre_hook(Notice(self, module)))
 
     def claim(self, module: Module) -> None:
         """Be the checkpoint function of ``module``."""
