@@ -115,8 +115,8 @@ def test_recompute_is_the_forward_of_what_is_covered():
     assert stride.recomputed.flops == pytest.approx(14 * each)
     assert last.recomputed.flops == pytest.approx(21 * each)
     assert replace(layer.forward, kernels=0) == replace(none.forward, kernels=0)
-    # Before torch 2.13 saving the random state takes kernels.
-    assert layer.forward.kernels == pytest.approx(none.forward.kernels, rel=0.02)
+    exact = torch.__version__ >= "2.13"  # with 2.11 checkpointing takes 2% more of them
+    assert layer.forward.kernels == pytest.approx(none.forward.kernels, rel=0 if exact else 0.02)
     assert layer.backward.flops == pytest.approx(none.backward.flops + layer.recomputed.flops)
 
 
