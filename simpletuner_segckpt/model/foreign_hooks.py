@@ -25,7 +25,7 @@ from ..private.of_libraries import (
     overridden,
     splits_context,
 )
-from ..private.of_torch import global_forward_hooks, hooks_on
+from ..private.of_torch import FORWARD_HOOKS, global_forward_hooks, hooks_on
 from ..schedules.conditions import Condition
 from ..schedules.group_offload import MOVED_TOGETHER, TAKEN_AWAY, needed_again
 from ..schedules.report import StackReport
@@ -160,9 +160,18 @@ def _hooks_on(block: Any) -> Iterator[_Hook]:
             yield _around_forward(f"diffusers hook {name}", hook)
 
 
-def has_hook_inside(blocks: Iterable[Module]) -> bool:
-    """Whether a forward hook of others is on a module inside one of ``blocks``."""
-    return any(True for block in blocks for _ in _hooks_inside(block))
+def has_hook_inside(blocks: Sequence[Module], everything: Sequence[Module]) -> bool:
+    """Whether a forward hook of others is on a module inside one of ``blocks``.
+
+    everything: the blocks and all modules inside them; asked in every call, so quickly.
+    """
+    hooked = [module for module in everything if module.__dict__[FORWARD_HOOKS]]
+    return any(
+        not is_made_for_recompute(hook)
+        for module in hooked
+        if module not in blocks
+        for _, hook in hooks_on(module, "forward hook")
+    )
 
 
 def _around_forward(name: str, hook: Any) -> _Hook:

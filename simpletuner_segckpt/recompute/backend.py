@@ -64,15 +64,15 @@ class Recompute:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
-        modules = (
-            function.modules if isinstance(function, (GatheredRecompute, StatefulRecompute)) else ()
-        )
+        modules: Sequence[Module] = ()
+        if isinstance(function, (GatheredRecompute, StatefulRecompute)):
+            modules = function.modules
+            if has_hook_inside(modules, function.everything):
+                # Hooks that empty weights after a module's pass fill them again for its backward,
+                # after torch would compare the shapes of what the whole recompute has saved.
+                options["determinism_check"] = "none"
         if self.contexts or self.keeping is not None:
             options["context_fn"] = partial(self._entered, modules)
-        if has_hook_inside(modules):
-            # Hooks that empty weights after a module's pass fill them again for its backward, which
-            # is after torch would compare the shapes of what the whole recompute has saved.
-            options["determinism_check"] = "none"
         if self.offload is None:
             return torch_checkpoint(options, function, args, kwargs)
         # Tensors in tuples are moved as well; containers stay the same objects, to be written to.

@@ -5,11 +5,13 @@ the same one of every other rank, and two of equal size that are mixed up give w
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch.nn import Module
 
 from ..model.fsdp import gather, no_forward_prefetch
+from ..model.stacks import all_modules
 
 
 class GatheredRecompute:
@@ -25,6 +27,11 @@ class GatheredRecompute:
         self.modules = modules
         self.first = first
         self._ran = False
+
+    @cached_property
+    def everything(self) -> list[Module]:
+        """The modules, and those inside them."""
+        return all_modules(self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ran:

@@ -14,6 +14,7 @@ it collects in containers among its arguments is (see ``containers``).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -47,7 +48,6 @@ _ATTRIBUTES = (
 )
 
 _ABSENT: Any = object()  # noted of a module without the attribute
-_ABSENTS = (_ABSENT,) * len(_ATTRIBUTES)
 
 _APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see below
 
@@ -59,16 +59,20 @@ State = dict[str, Any]  # the attributes of a module, past Module.__getattr__
 class _Noted:
     """What modules, and those inside them, had at one time.
 
-    modules: of each its attributes, and its hooks for the forward where it has any.
-    dicts: copies of what PEFT's layers hold by adapter. merged: the adapters in their weights.
-    trained: whether each parameter was. containers: what those among the arguments held.
+    states: of each module. attributes: of all of them, one attribute after the other. hooks: those
+    for the forward, by the number of the module, of those that have any. dicts: copies of what
+    PEFT's layers hold by adapter. merged: the adapters in their weights. trained: whether each of
+    the parameters was. containers: what those among the arguments held.
     """
 
     ambient: Ambient
-    modules: list[tuple[State, tuple[Any, ...], State | None]] = field(default_factory=list)
+    states: list[State]
+    attributes: list[list[Any]]
+    hooks: dict[int, State] = field(default_factory=dict)
     dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
     merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
-    trained: list[tuple[Parameter, bool]] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     containers: list[Contents] = field(default_factory=list)
 
@@ -93,14 +97,19 @@ class StatefulRecompute:
         self.place = place
         self._noted: _Noted | None = None
 
+    @cached_property
+    def everything(self) -> list[Module]:
+        """The modules, and those inside them."""
+        return all_modules(self.modules)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         noted = self._noted
         if noted is not None:
             with noted.ambient.again(), _as_noted(noted), holding(noted.containers):
                 return self.function(*args, **kwargs)
-        noted = self._noted = _note(self.modules)
+        noted = self._noted = _note(self.modules, self.everything)
         noted.containers = [Contents.of(found) for found in containers(*args, *kwargs.values())]
-        hooked = [state for state, _, hooks in noted.modules if hooks is not None]
+        hooked = [noted.states[index] for index in noted.hooks]
         with explained(self.modules, self.place), hooks_watched(hooked, noted.buffers) as hooks:
             result = self.function(*args, **kwargs)
         noted.ambient.call_ended()
@@ -108,29 +117,32 @@ class StatefulRecompute:
         return result
 
 
-def _note(modules: Sequence[Module]) -> _Noted:
-    noted = _Noted(Ambient(modules))
-    for module in all_modules(modules):  # of every covered block in every forward: quickly
-        state = module.__dict__
-        hooks = _hooks_of(state) if state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS] else None
-        noted.modules.append((state, _attributes_of(state), hooks))
-        if ADAPTERS_DISABLED in state:
-            _note_adapters(noted, state)
-        for parameter in state["_parameters"].values():
-            if parameter is not None:
-                noted.trained.append((parameter, parameter.requires_grad))
-        for name, tensor in state["_buffers"].items():
-            noted.buffers.append(Buffer.of(module, name, tensor))
+def _note(modules: Sequence[Module], everything: Sequence[Module]) -> _Noted:
+    # Of every covered block in every forward: one thing after the other, which is quickest.
+    states = [module.__dict__ for module in everything]
+    noted = _Noted(Ambient(modules), states, _attributes_of(states))
+    noted.hooks = {index: _hooks_of(states[index]) for index in _hooked(states)}
+    for state in [state for state in states if ADAPTERS_DISABLED in state]:
+        _note_adapters(noted, state)
+    held = [state["_parameters"] for state in states if state["_parameters"]]
+    noted.parameters = [p for own in held for p in own.values() if p is not None]
+    noted.trained = [parameter.requires_grad for parameter in noted.parameters]
+    for module in [module for module in everything if module._buffers]:
+        noted.buffers += [Buffer.of(module, *buffer) for buffer in module._buffers.items()]
     return noted
+
+
+def _hooked(states: list[State]) -> list[int]:
+    """The numbers of those that have hooks for the forward."""
+    return [i for i, s in enumerate(states) if s[FORWARD_PRE_HOOKS] or s[FORWARD_HOOKS]]
 
 
 def _note_adapters(noted: _Noted, state: State) -> None:
     noted.merged.append((state, tuple(state.get("merged_adapters", ()))))
     holders = [module for module in state["_modules"].values() if type(module) is ModuleDict]
     noted.dicts += [(m.__dict__, "_modules", m.__dict__["_modules"].copy()) for m in holders]
-    for key, value in state.items():
-        if type(value) is dict and key not in _APART:
-            noted.dicts.append((state, key, value.copy()))
+    own = [(key, value) for key, value in state.items() if type(value) is dict]
+    noted.dicts += [(state, key, value.copy()) for key, value in own if key not in _APART]
 
 
 def _hooks_of(state: State) -> State:
@@ -142,8 +154,8 @@ def _hooks_of(state: State) -> State:
     return found
 
 
-def _attributes_of(state: State) -> tuple[Any, ...]:
-    return tuple(map(state.get, _ATTRIBUTES, _ABSENTS))
+def _attributes_of(states: list[State]) -> list[list[Any]]:
+    return [[state.get(key, _ABSENT) for state in states] for key in _ATTRIBUTES]
 
 
 @contextmanager
@@ -163,30 +175,35 @@ def _as_noted(noted: _Noted) -> Iterator[None]:
             undo.callback(_set, state, key, state.get(key, _ABSENT))
             _set(state, key, value)
 
-        for state, attributes, hooks in noted.modules:
-            if _attributes_of(state) != attributes:
-                for key, value in zip(_ATTRIBUTES, attributes, strict=True):
+        states = noted.states
+        for key, values, now in zip(
+            _ATTRIBUTES, noted.attributes, _attributes_of(states), strict=True
+        ):
+            if values != now:
+                for state, value in zip(states, values, strict=True):
                     if state.get(key, _ABSENT) is not value:
                         put(state, key, value)
-            if hooks is not None or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS]:
-                for kind in FORWARD_HOOK_TABLES:
-                    before = hooks[kind] if hooks else type(state[kind])()
-                    if state[kind].keys() != before.keys():
-                        # A copy: what a hook registers during one recompute is gone in the next.
-                        put(state, kind, before.copy())
+        for index in noted.hooks.keys() | _hooked(states):
+            state, hooks = states[index], noted.hooks.get(index)
+            for kind in FORWARD_HOOK_TABLES:
+                before = hooks[kind] if hooks else type(state[kind])()
+                if state[kind].keys() != before.keys():
+                    # A copy: what a hook registers during one recompute is gone in the next.
+                    put(state, kind, before.copy())
         for state, key, held in noted.dicts:
-            now = state[key]
-            if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):
+            own = state[key]
+            if own.keys() != held.keys() or not all(map(is_, own.values(), held.values())):
                 put(state, key, held.copy())
         for buffer in noted.buffers:
             if buffer.tensor is None:
                 put(buffer.module._buffers, buffer.name, None)
             elif buffer.copy is not None:
                 put(buffer.module._buffers, buffer.name, buffer.copy.clone())
-        for parameter, trained in noted.trained:
-            if parameter.requires_grad is not trained and parameter.is_leaf:
-                undo.callback(parameter.requires_grad_, not trained)
-                parameter.requires_grad_(trained)
+        if [parameter.requires_grad for parameter in noted.parameters] != noted.trained:
+            for parameter, trained in zip(noted.parameters, noted.trained, strict=True):
+                if parameter.requires_grad is not trained and parameter.is_leaf:
+                    undo.callback(parameter.requires_grad_, not trained)
+                    parameter.requires_grad_(trained)
         yield
 
 
