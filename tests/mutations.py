@@ -185,14 +185,14 @@ FAULTS = [
         "attributes are not put back",
         "foreign_hooks",
         "recompute/state.py",
-        "if _attributes_of(state) != attributes:",
+        "if now != noted.attributes:",
         "if False:",
     ),
     Fault(
         "adapters are not put back",
         "foreign_hooks",
         "recompute/state.py",
-        "if now.keys() != held.keys() or not all(map(is_, now.values(), held.values())):",
+        "if own.keys() != held.keys() or not all(map(is_, own.values(), held.values())):",
         "if False:",
     ),
     Fault(

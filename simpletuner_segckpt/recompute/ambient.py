@@ -17,6 +17,7 @@ from .random_states import LibraryStates
 
 _SDPA = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _cuda: Any = torch.backends.cuda
+_ENABLED = [getattr(_cuda, f"{kernel}_enabled") for kernel in _SDPA]
 
 # Whether the first call of a module drew random numbers from Python or NumPy: to ask costs as
 # much as a small block, so it is done once.
@@ -59,7 +60,7 @@ class Ambient:
 
 
 def _sdpa() -> tuple[bool, ...]:
-    return tuple(getattr(_cuda, f"{kernel}_enabled")() for kernel in _SDPA)
+    return tuple([enabled() for enabled in _ENABLED])
 
 
 def _set_sdpa(enabled: tuple[bool, ...]) -> None:

@@ -38,7 +38,6 @@ from .mismatch import Place, explained
 # Attributes of a module that decide what it computes; trainers and libraries change them on whole
 # models. Others may be the books of an engine (DeepSpeed counts on modules), so they stay.
 _ATTRIBUTES = (
-    "training",
     SWITCH,  # some attentions of transformers ask it
     "forward",  # patched
     "processor",  # of an attention of diffusers
@@ -47,7 +46,10 @@ _ATTRIBUTES = (
     ACTIVE_ADAPTER,
 )
 
+_RARE = frozenset(_ATTRIBUTES)  # while every module has ``training``
+
 _ABSENT: Any = object()  # noted of a module without the attribute
+_ABSENTS = (_ABSENT,) * len(_ATTRIBUTES)
 
 _APART = ("_parameters", "_buffers")  # FSDP exchanges parameters; buffers see below
 
@@ -59,15 +61,16 @@ State = dict[str, Any]  # the attributes of a module, past Module.__getattr__
 class _Noted:
     """What modules, and those inside them, had at one time.
 
-    states: of each module. attributes: of all of them, one attribute after the other. hooks: those
-    for the forward, by the number of the module, of those that have any. dicts: copies of what
-    PEFT's layers hold by adapter. merged: the adapters in their weights. trained: whether each of
-    the parameters was. containers: what those among the arguments held.
+    states: of each module. training: of each. attributes: those of ``_ATTRIBUTES``, and hooks:
+    those for the forward, by the number of the module, of those that have any. dicts: copies of
+    what PEFT's layers hold by adapter. merged: the adapters in their weights. trained: whether each
+    of the parameters was. containers: what those among the arguments held.
     """
 
     ambient: Ambient
     states: list[State]
-    attributes: list[list[Any]]
+    training: list[bool]
+    attributes: dict[int, tuple[Any, ...]]
     hooks: dict[int, State] = field(default_factory=dict)
     dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
     merged: list[tuple[State, tuple[str, ...]]] = field(default_factory=list)
@@ -120,7 +123,7 @@ class StatefulRecompute:
 def _note(modules: Sequence[Module], everything: Sequence[Module]) -> _Noted:
     # Of every covered block in every forward: one thing after the other, which is quickest.
     states = [module.__dict__ for module in everything]
-    noted = _Noted(Ambient(modules), states, _attributes_of(states))
+    noted = _Noted(Ambient(modules), states, _training(states), _attributes_of(states))
     noted.hooks = {index: _hooks_of(states[index]) for index in _hooked(states)}
     for state in [state for state in states if ADAPTERS_DISABLED in state]:
         _note_adapters(noted, state)
@@ -154,8 +157,14 @@ def _hooks_of(state: State) -> State:
     return found
 
 
-def _attributes_of(states: list[State]) -> list[list[Any]]:
-    return [[state.get(key, _ABSENT) for state in states] for key in _ATTRIBUTES]
+def _training(states: list[State]) -> list[bool]:
+    return [state["training"] for state in states]
+
+
+def _attributes_of(states: list[State]) -> dict[int, tuple[Any, ...]]:
+    """Of those that have any of them, by their number."""
+    found = [(i, state) for i, state in enumerate(states) if not state.keys().isdisjoint(_RARE)]
+    return {i: tuple(map(state.get, _ATTRIBUTES, _ABSENTS)) for i, state in found}
 
 
 @contextmanager
@@ -176,20 +185,24 @@ def _as_noted(noted: _Noted) -> Iterator[None]:
             _set(state, key, value)
 
         states = noted.states
-        for key, values, now in zip(
-            _ATTRIBUTES, noted.attributes, _attributes_of(states), strict=True
-        ):
-            if values != now:
-                for state, value in zip(states, values, strict=True):
-                    if state.get(key, _ABSENT) is not value:
-                        put(state, key, value)
+        if _training(states) != noted.training:
+            for state, training in zip(states, noted.training, strict=True):
+                if state["training"] is not training:
+                    put(state, "training", training)
+        now = _attributes_of(states)
+        if now != noted.attributes:
+            for index in now.keys() | noted.attributes.keys():
+                before = noted.attributes.get(index, _ABSENTS)
+                for key, value in zip(_ATTRIBUTES, before, strict=True):
+                    if states[index].get(key, _ABSENT) is not value:
+                        put(states[index], key, value)
         for index in noted.hooks.keys() | _hooked(states):
             state, hooks = states[index], noted.hooks.get(index)
             for kind in FORWARD_HOOK_TABLES:
-                before = hooks[kind] if hooks else type(state[kind])()
-                if state[kind].keys() != before.keys():
+                table = hooks[kind] if hooks else type(state[kind])()
+                if state[kind].keys() != table.keys():
                     # A copy: what a hook registers during one recompute is gone in the next.
-                    put(state, kind, before.copy())
+                    put(state, kind, table.copy())
         for state, key, held in noted.dicts:
             own = state[key]
             if own.keys() != held.keys() or not all(map(is_, own.values(), held.values())):
