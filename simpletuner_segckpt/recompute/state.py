@@ -46,7 +46,7 @@ _ATTRIBUTES = (
     ACTIVE_ADAPTER,
 )
 
-_RARE = frozenset(_ATTRIBUTES)  # while every module has ``training``
+_RARE = frozenset(_ATTRIBUTES)  # while nearly every module has ``training``
 
 _ABSENT: Any = object()  # noted of a module without the attribute
 _ABSENTS = (_ABSENT,) * len(_ATTRIBUTES)
@@ -69,7 +69,7 @@ class _Noted:
 
     ambient: Ambient
     states: list[State]
-    training: list[bool]
+    training: list[Any]
     attributes: dict[int, tuple[Any, ...]]
     hooks: dict[int, State] = field(default_factory=dict)
     dicts: list[tuple[State, str, dict[Any, Any]]] = field(default_factory=list)
@@ -157,8 +157,8 @@ def _hooks_of(state: State) -> State:
     return found
 
 
-def _training(states: list[State]) -> list[bool]:
-    return [state["training"] for state in states]
+def _training(states: list[State]) -> list[Any]:
+    return [state.get("training", _ABSENT) for state in states]  # torch.compile's wrapper has none
 
 
 def _attributes_of(states: list[State]) -> dict[int, tuple[Any, ...]]:
@@ -187,7 +187,7 @@ def _as_noted(noted: _Noted) -> Iterator[None]:
         states = noted.states
         if _training(states) != noted.training:
             for state, training in zip(states, noted.training, strict=True):
-                if state["training"] is not training:
+                if state.get("training", _ABSENT) is not training:
                     put(state, "training", training)
         now = _attributes_of(states)
         if now != noted.attributes:
