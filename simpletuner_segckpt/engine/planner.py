@@ -132,22 +132,15 @@ class ForwardPlanner:
             message = f"{planned.path}: {reason}, and the schedule leaves them out"
             self.messages.warn("left-to-others", message)
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
-        whole = replace(stack, schedule=Schedule.of_all(len(blocks)), covered=wrappers.whole)
         if planned.path in self._streamed:
+            whole = stack.recomputed_whole()
             if stack.covered is not stack.whole or stack.schedule != whole.schedule:
                 self.messages.warn(
                     "streamed",
                     f"{planned.path}: every block is recomputed as a whole, by itself: {SHARED}",
                 )
             return StackRun(whole, SHARED)
-        memory = None
-        if planned.path not in self._own_memory:
-            memory = MemoryWatch(blocks, partial(self._judge, planned.path))
         refuse_hooks(planned, blocks)
-        swapped = has_backward_hooks(blocks) or any(
-            condition.where == "model" and condition.concerns(planned.path)
-            for condition in conditions
-        )
         hooks: dict[int, str] = {}
         if planned.strategy == "segmented" and not found:
             # Segments of what nobody described are tried out: a hook would act once more.
@@ -157,8 +150,13 @@ class ForwardPlanner:
         if found and planned.strategy == "segmented":
             self._say_per_block(planned.path, found[0])
         reason = found[0] if found else planned.reason
-        if memory is not None and swapped:
-            return StackRun(whole, f"{reason}; the first forward recomputes all", memory)
+        memory = None
+        if planned.path not in self._own_memory:
+            memory = MemoryWatch(blocks, partial(self._judge, planned.path))
+            swapped = any(c.where == "model" and c.concerns(planned.path) for c in conditions)
+            if swapped or has_backward_hooks(blocks):
+                reason = f"{reason}; the first forward recomputes all"
+                return StackRun(stack.recomputed_whole(), reason, memory)
         if found or planned.strategy != "segmented":
             return StackRun(stack, reason, memory)
         shape = with_hooks(shape, hooks)

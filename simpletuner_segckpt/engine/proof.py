@@ -4,7 +4,7 @@ Nothing is believed that was not seen: a boundary is a ``Link``, or the reason w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch.nn import Module
@@ -37,6 +37,10 @@ class BoundStack:
     """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
     together: Sequence[range] = ()
     """The segments that were planned, also where this forward runs block by block."""
+
+    def recomputed_whole(self) -> "BoundStack":
+        """The same with every block recomputed as a whole, by itself."""
+        return replace(self, schedule=Schedule.of_all(len(self.blocks)), covered=self.whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ class RecordingRun(StackRun):
 
     def _written(self, index: int, arguments: Arguments, result: Any) -> str:
         """What block ``index`` did with a container that it was given; empty for nothing."""
-        given = containers(*arguments.args, *arguments.kwargs.values())
+        given = [contents.container for contents in arguments.contents]
         block = self.stack.blocks[index]
         if given and (key := arguments.written()) is not None:
             return f"block {index} writes to its `{argument_name(block, key)}`"

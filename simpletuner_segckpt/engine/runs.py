@@ -60,50 +60,31 @@ class StackRun:
         if self.memory is not None:
             self.memory.look(*range(max(0, index - 1), index + 1))
             if self.memory.shared:
-                whole = self.stack.whole
-                return self.run_block(index, self.stack.blocks[index], True, args, kwargs, whole)
-            if not covered or self.stack.covered is not self.stack.whole:
+                self.stack, covered = self.stack.recomputed_whole(), True
+            elif not covered or self.stack.covered is not self.stack.whole:
                 self.memory.ran_plainly(index)
         if covered and any(map(is_cache, (*args, *kwargs.values()))):
             covered, self.cached = False, True  # a recompute would fill it once more
         return self.run_block(index, self.stack.blocks[index], covered, args, kwargs)
 
-    def run_block(
-        self,
-        index: int,
-        block: Module,
-        covered: bool,
-        args: tuple,
-        kwargs: dict,
-        wrapper: CallWrapper | None = None,
-    ) -> Any:
+    def run_block(self, index: int, block: Module, covered: bool, args: tuple, kwargs: dict) -> Any:
         blocks = range(index, index + 1)
         call = original_call(block)
         if covered:
             call = recomputable(block, self.stack.blocks, self.place(blocks))
-        return self.run(blocks, covered, call, args, kwargs, wrapper)
+        return self.run(blocks, covered, call, args, kwargs)
 
     def place(self, blocks: range) -> Place:
         return Place(self.stack.path, blocks, self.stack.schedule)
 
     def run(
-        self,
-        blocks: range,
-        covered: bool,
-        call: Callable[..., Any],
-        args: tuple,
-        kwargs: dict,
-        wrapper: CallWrapper | None = None,
+        self, blocks: range, covered: bool, call: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """Run ``blocks``, which ``call`` calls, and note what happened.
-
-        wrapper: in the place of the stack's own for blocks that are covered, or not.
-        """
-        wrapper = wrapper or (self.stack.covered if covered else self.stack.gap)
+        """Run ``blocks``, which ``call`` calls, and note what happened."""
         if covered and may_be_sharded():
             call = self._gathered(blocks, call)
         with tallying() as tally:
-            result = wrapper(call, *args, **kwargs)
+            result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
         self.spans.append(Span(blocks, covered, tally))
         return result
 

@@ -76,15 +76,21 @@ def swap_managers(model: Module, paths: Sequence[str]) -> list[Condition]:
 
     One that is named for a stack of those at ``paths`` (``offloader_single``, say) is about that.
     """
-    common = set.intersection(*(_words(path) for path in paths)) if paths else set()
+    reason = "it moves the weights of each block as that block runs"
     found = []
     for name, value in vars(model).items():
         if any(hasattr(type(value), verb) for verb in _SWAPS):
-            own = _words(name) - common
-            stacks = tuple(path for path in paths if len(paths) > 1 and own & _words(path))
-            reason = "it moves the weights of each block as that block runs"
-            found.append(Condition("model", name, reason, stacks))
+            found.append(Condition("model", name, reason, _named_for(name, paths)))
     return sorted(found, key=lambda condition: not condition.stacks)
+
+
+def _named_for(name: str, paths: Sequence[str]) -> tuple[str, ...]:
+    """Those of several stacks that ``name`` has a word of which not all of them have."""
+    words = [_words(path) for path in paths]
+    if len(words) < 2:
+        return ()
+    own = _words(name).difference(words[0].intersection(*words[1:]))
+    return tuple(path for path, its in zip(paths, words, strict=True) if own & its)
 
 
 def _words(name: str) -> set[str]:

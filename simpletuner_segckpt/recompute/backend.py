@@ -18,10 +18,9 @@ from ..private.of_torch import pytree
 from ..schedules.tally import tally
 from .containers import is_container
 from .contexts import Contexts, Together
-from .gathered import GatheredRecompute
 from .kept_operators import in_graph
 from .kept_outputs import Keeping
-from .state import StatefulRecompute
+from .state import OfModules
 from .submodules import CallWrapper, SubmoduleKind, treated
 
 
@@ -65,7 +64,7 @@ class Recompute:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {}
         modules: Sequence[Module] = ()
-        if isinstance(function, (GatheredRecompute, StatefulRecompute)):
+        if isinstance(function, OfModules):
             modules = function.modules
             if has_hook_inside(modules, function.everything):
                 # Hooks that empty weights after a module's pass fill them again for its backward,

@@ -8,8 +8,33 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..private.of_torch import top_saved_tensors_hooks
+
 # Makes what to enter around a forward, and around its recompute.
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+# Saves a tensor for backward, and gives it back there.
+Pack = Callable[[Any], Any]
+Unpack = Callable[[Any], Any]
+
+
+def within_innermost(
+    wrap: Callable[[Pack, Unpack], tuple[Pack, Unpack]],
+) -> AbstractContextManager[Any] | None:
+    """A context in which tensors are saved by what ``wrap`` makes of the innermost hooks.
+
+    None where there are none. To whoever asks it is still a checkpoint call, if it was one.
+    """
+    hooks = top_saved_tensors_hooks()
+    if hooks is None:
+        return None
+    pack, unpack = wrap(*hooks)
+    if pack is not hooks[0]:
+        pack.__module__ = hooks[0].__module__
+    return saved_tensors_hooks(pack, unpack)
 
 
 class Together(AbstractContextManager[None]):

@@ -5,16 +5,15 @@ the same one of every other rank, and two of equal size that are mixed up give w
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 from torch.nn import Module
 
 from ..model.fsdp import gather, no_forward_prefetch
-from ..model.stacks import all_modules
+from .state import OfModules
 
 
-class GatheredRecompute:
+class GatheredRecompute(OfModules):
     """Calls ``function``, which runs ``modules``, and from the second time on as a recompute.
 
     The weights of ``first`` are gathered before that.
@@ -23,15 +22,10 @@ class GatheredRecompute:
     def __init__(
         self, function: Callable[..., Any], modules: Sequence[Module], first: Sequence[Module]
     ):
+        super().__init__(modules)
         self.function = function
-        self.modules = modules
         self.first = first
         self._ran = False
-
-    @cached_property
-    def everything(self) -> list[Module]:
-        """The modules, and those inside them."""
-        return all_modules(self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._ran:

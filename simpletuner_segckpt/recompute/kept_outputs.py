@@ -30,18 +30,15 @@ from ..private.of_torch import (
     is_exchange,
     memory_of,
     pytree,
-    top_saved_tensors_hooks,
     version,
 )
 from ..schedules.tally import tally
-from .contexts import Once, Together
+from .contexts import Once, Pack, Together, Unpack, within_innermost
 from .kept_operators import is_asked_for, is_attention, is_candidate, kind_of
 from .submodules import CallWrapper, treated
 
 # Moment, operator, and how many of that operator came before in the same moment.
 _Place = tuple[int, Any, int]
-
-_Pack = Callable[[Tensor], Any]
 
 # Tensors that one operator saves of its arguments: queries, keys, values, a mask, offsets.
 _MOST_SAVED = 8
@@ -115,11 +112,8 @@ class _Clocked(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._below = dispatch_modes()
-        around = top_saved_tensors_hooks()
-        if around is not None:
-            pack, self._now = self._clock(around[0])
-            pack.__module__ = around[0].__module__  # it is a checkpoint call's
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, around[1])
+        self._hooks = within_innermost(self._clocked)
+        if self._hooks is not None:
             self._hooks.__enter__()
         if self.plan is None or 0 in self.plan.switches:
             self._switch()
@@ -145,7 +139,11 @@ class _Clocked(TorchDispatchMode):
             if self._open and self._due <= self._now() + 1:  # no operator of torch runs just now
                 self._turn()
 
-    def _clock(self, inner: _Pack) -> tuple[_Pack, Callable[[], int]]:
+    def _clocked(self, pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        counting, self._now = self._clock(pack)
+        return counting, unpack
+
+    def _clock(self, inner: Pack) -> tuple[Pack, Callable[[], int]]:
         """What packs tensors that autograd saves, as ``inner`` does; and what tells the moment."""
         raise NotImplementedError
 
@@ -230,7 +228,7 @@ class _Forward(_Clocked):
         ):
             self._plans.pop(self._modules, None)
 
-    def _clock(self, inner: _Pack) -> tuple[_Pack, Callable[[], int]]:
+    def _clock(self, inner: Pack) -> tuple[Pack, Callable[[], int]]:
         if self.plan is not None:
             return self._comparing(self.plan, inner)
 
@@ -241,7 +239,7 @@ class _Forward(_Clocked):
 
         return pack, self._saved.__len__
 
-    def _comparing(self, plan: _Plan, inner: _Pack) -> tuple[_Pack, Callable[[], int]]:
+    def _comparing(self, plan: _Plan, inner: Pack) -> tuple[Pack, Callable[[], int]]:
         expected = iter(plan.saved)
         self._follow(switch for switch in plan.switches if switch > 0)
         moment = 0
@@ -310,7 +308,7 @@ class _Again(_Clocked):
         self.rest = self.forward.rest
         return super().__enter__()
 
-    def _clock(self, inner: _Pack) -> tuple[_Pack, Callable[[], int]]:
+    def _clock(self, inner: Pack) -> tuple[Pack, Callable[[], int]]:
         planned: list[float] = []
         if self.plan is not None:
             planned += [switch for switch in self.plan.switches if switch < self.rest]

@@ -1,19 +1,18 @@
 """Errors of torch from inside a recompute, told with the blocks that they are about."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointError
 
 from ..messages.errors import RecomputeError
 from ..model.stacks import all_modules
 from ..model.wrappers import is_compiled
-from ..private.of_torch import top_saved_tensors_hooks
+from .contexts import Pack, Unpack, within_innermost
 
 _IN_PLACE = "modified by an inplace operation"
 
@@ -32,27 +31,22 @@ class Place:
         return f"{which} of `{self.path}` (schedule {self.schedule})"
 
 
-@contextmanager
-def explained(modules: Sequence[Module], place: Place | None) -> Iterator[None]:
+def explained(modules: Sequence[Module], place: Place | None) -> AbstractContextManager[Any]:
     """Within a checkpoint call: when torch cannot use its recompute, that is told as ours.
 
     Raises, from where backward needs what was recomputed, ``RecomputeError``.
     """
-    hooks = top_saved_tensors_hooks()
-    if hooks is None:
-        yield
-        return
-    pack, unpack = hooks
-    with saved_tensors_hooks(pack, _Explained(unpack, modules, place)):
-        yield
+
+    def wrap(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+        return pack, _Explained(unpack, modules, place)
+
+    return within_innermost(wrap) or nullcontext()
 
 
 class _Explained:
     """Takes back what a checkpoint call saved, as ``unpack`` does."""
 
-    def __init__(
-        self, unpack: Callable[[Any], Any], modules: Sequence[Module], place: Place | None
-    ):
+    def __init__(self, unpack: Unpack, modules: Sequence[Module], place: Place | None):
         self.unpack = unpack
         self.modules = modules
         self.place = place

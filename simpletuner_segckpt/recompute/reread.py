@@ -5,13 +5,12 @@ checkpoint refuses the second time, so that with any other checkpointing no back
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from ..private.of_torch import current_backward, top_saved_tensors_hooks
+from ..private.of_torch import current_backward
+from .contexts import Pack, Unpack, within_innermost
 
 
 class _Saved:
@@ -25,27 +24,24 @@ class _Saved:
         self.tensor: Any = None
 
 
+def _read_again(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
+    def save(tensor: Tensor) -> _Saved:
+        return _Saved(pack(tensor))
+
+    def read(saved: _Saved) -> Any:
+        backward = current_backward()
+        if backward is None or backward != saved.backward:
+            saved.tensor, saved.backward = unpack(saved.left), backward
+        return saved.tensor
+
+    return save, read
+
+
 class _ReadAgain(AbstractContextManager[None]):
     """Entered inside a checkpoint call: what it recomputes for one backward can be read again."""
 
     def __enter__(self) -> None:
-        hooks = top_saved_tensors_hooks()
-        if hooks is None:
-            self._hooks: AbstractContextManager[Any] = nullcontext()
-            return
-        pack, unpack = hooks
-
-        @wraps(pack)  # still a checkpoint call to whoever asks
-        def save(tensor: Tensor) -> _Saved:
-            return _Saved(pack(tensor))
-
-        def read(saved: _Saved) -> Any:
-            backward = current_backward()
-            if backward is None or backward != saved.backward:
-                saved.tensor, saved.backward = unpack(saved.left), backward
-            return saved.tensor
-
-        self._hooks = saved_tensors_hooks(save, read)
+        self._hooks = within_innermost(_read_again) or nullcontext()
         self._hooks.__enter__()
 
     def __exit__(self, *error: Any) -> None:

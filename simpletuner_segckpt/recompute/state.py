@@ -80,7 +80,19 @@ class _Noted:
     containers: list[Contents] = field(default_factory=list)
 
 
-class StatefulRecompute:
+class OfModules:
+    """What runs ``modules``."""
+
+    def __init__(self, modules: Sequence[Module]):
+        self.modules = modules
+
+    @cached_property
+    def everything(self) -> list[Module]:
+        """The modules, and those inside them."""
+        return all_modules(self.modules)
+
+
+class StatefulRecompute(OfModules):
     """Calls ``function``, and from the second time on with ``modules`` as they were the first.
 
     Raises ``RecomputeError`` where that cannot be. siblings: modules that may share memory with
@@ -94,16 +106,11 @@ class StatefulRecompute:
         siblings: Sequence[Module] = (),
         place: Place | None = None,
     ):
-        self.modules = modules
+        super().__init__(modules)
         self.function = function
         self.siblings = siblings
         self.place = place
         self._noted: _Noted | None = None
-
-    @cached_property
-    def everything(self) -> list[Module]:
-        """The modules, and those inside them."""
-        return all_modules(self.modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         noted = self._noted
