@@ -128,19 +128,29 @@ def test_what_drifted_is_named(changed_wan, replacements, named):
     assert any(named in detail for detail in check.details), check.details
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_apply_on_a_class_that_drifted_runs_per_block_and_says_why(changed_wan, number, caplog):
-    replacements, named = CHANGES[number]
-    changed = changed_wan(*replacements)
+def test_apply_on_a_loop_that_drifted_runs_per_block_and_says_why(changed_wan, caplog):
+    replacements, named = CHANGES[0]
+    effect = trained_on(changed_wan(*replacements))
+    assert effect.strategy == "per-block"
+    assert named in effect.reason
+    assert named in caplog.text
+
+
+def test_what_was_seen_counts_where_the_file_is_wrong(changed_wan, caplog):
+    replacements, named = CHANGES[1]
+    effect = trained_on(changed_wan(*replacements))
+    assert effect.segments == (range(0, 2), range(2, 4), range(4, 5))
+    assert caplog.text.count(f"SEG615 blocks: {named} (from 0) is carried") == 1
+
+
+def trained_on(changed):
+    """What the third step did, all of them equal to one without checkpointing."""
     model, inputs = make_model(changed.tiny[0]).train(), make_inputs(changed.tiny[0])
     expected = step(model, inputs)
     installation = simpletuner_segckpt.apply(model, keys(2), registry=FamilyRegistry([changed]))
     for _ in range(3):
         assert step(model, inputs) == expected
-    effect = installation.effect["blocks"]
-    assert effect.strategy == "per-block"
-    assert named in effect.reason
-    assert named in caplog.text
+    return installation.effect["blocks"]
 
 
 def test_the_command(capsys):

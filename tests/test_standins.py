@@ -257,7 +257,7 @@ def test_native_setters_are_called_and_restored():
     model, inputs = toy(Native)
     expected = step(model, inputs)
     before = copy.copy(model.__dict__)
-    installation = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+    installation = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family(), native=True)
     assert (model.interval, model.stride, model.gradient_checkpointing) == (2, 4, True)
     assert installation.report.strategy == "native"
     assert installation.report.remarks == ()
@@ -265,7 +265,7 @@ def test_native_setters_are_called_and_restored():
     assert step(model, inputs) == expected
     assert not model._forward_pre_hooks
     assert installation.effect is None
-    simpletuner_segckpt.apply(model, keys(3), family=native_family())
+    simpletuner_segckpt.apply(model, keys(3), family=native_family(), native=True)
     assert model.interval == 3
     installation.remove()  # replaced: does nothing
     assert model.interval == 3
@@ -282,7 +282,7 @@ def test_native_setters_that_fail_leave_what_was_set_before(where, error, monkey
     model, inputs = toy(Native)
     expected = step(model, inputs)
     pristine = copy.copy(model.__dict__)
-    first = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+    first = simpletuner_segckpt.apply(model, keys(2, 4), family=native_family(), native=True)
     before = copy.copy(model.__dict__)
     owner, name = {
         "interval": (Native, "set_gradient_checkpointing_interval"),
@@ -294,7 +294,7 @@ def test_native_setters_that_fail_leave_what_was_set_before(where, error, monkey
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, fail)
         with pytest.raises(error):
-            simpletuner_segckpt.apply(model, keys(3), family=native_family())
+            simpletuner_segckpt.apply(model, keys(3), family=native_family(), native=True)
     assert model.__dict__ == before
     assert simpletuner_segckpt.installation_of(model).report is first.report
     assert step(model, inputs) == expected
@@ -313,7 +313,7 @@ def test_native_setters_that_fail_leave_what_was_set_before(where, error, monkey
 def test_what_a_native_class_makes_of_an_interval_is_said(segments, schedule, caplog):
     model, _ = toy(Native)
     facts = native_family(segments, notes=("musubi is ignored",))
-    report = simpletuner_segckpt.apply(model, keys(2, 4), family=facts).report
+    report = simpletuner_segckpt.apply(model, keys(2, 4), family=facts, native=True).report
     said = report.remarks
     assert any(MEANINGS[segments] in line for line in said)
     assert "musubi is ignored" in said
@@ -339,7 +339,7 @@ FORCED = {"crepa_enabled": True}
 def test_what_a_native_class_covers_block_by_block(fallback, config, schedule):
     model, _ = toy(Native)
     facts = native_family(fallback=fallback)
-    report = simpletuner_segckpt.apply(model, config, family=facts).report
+    report = simpletuner_segckpt.apply(model, config, family=facts, native=True).report
     assert str(report.stacks[0].schedule) == schedule
     named = any(COVERAGES[fallback] in line for line in report.remarks)
     assert named is (config["gradient_checkpointing_interval"] > 1)
@@ -409,7 +409,7 @@ def test_what_a_native_class_cannot_do_is_refused(facts, config, said):
     model, _ = toy(TakesAll)
     before = copy.copy(model.__dict__)
     with pytest.raises(ConfigError, match="SEG402") as error:
-        simpletuner_segckpt.apply(model, config, family=native_family(**facts))
+        simpletuner_segckpt.apply(model, config, family=native_family(**facts), native=True)
     assert said in str(error.value)
     assert model.__dict__ == before
 
@@ -417,13 +417,13 @@ def test_what_a_native_class_cannot_do_is_refused(facts, config, said):
 def test_a_native_class_with_a_fault_that_segments_do_not_meet(caplog):
     model, _ = toy(TakesAll)
     facts = native_family(fault="the gradients are wrong", backends=("torch", "torch-ffn"))
-    report = simpletuner_segckpt.apply(model, keys(2), family=facts).report
+    report = simpletuner_segckpt.apply(model, keys(2), family=facts, native=True).report
     assert "gradient_checkpointing_interval: the gradients are wrong" in report.remarks
     config = keys(1) | {"gradient_checkpointing_backend": "torch-ffn"}
-    simpletuner_segckpt.apply(model, config, family=facts)
-    simpletuner_segckpt.apply(model, {"gradient_checkpointing": False}, family=facts)
+    simpletuner_segckpt.apply(model, config, family=facts, native=True)
+    simpletuner_segckpt.apply(model, {"gradient_checkpointing": False}, family=facts, native=True)
     config = keys(2) | {"gradient_checkpointing_backend": "unsloth"}
-    simpletuner_segckpt.apply(model, config, family=facts)
+    simpletuner_segckpt.apply(model, config, family=facts, native=True)
     assert "is unsloth, but TakesAll recomputes with torch's own function" in caplog.text
 
 
@@ -436,15 +436,15 @@ def test_a_native_class_without_a_setter_for_an_option():
     ignored = keys(2, 4, 1) | {"gradient_checkpointing_keep": "attention"}
     for facts in (native_family(), None):
         with pytest.raises(ConfigError) as error:
-            simpletuner_segckpt.apply(model, ignored, family=facts)
+            simpletuner_segckpt.apply(model, ignored, family=facts, native=True)
         assert str(error.value).split("\n") == [
             f"SEG402 error: `gradient_checkpointing_{key}` is given, but OnlyInterval has no "
             "setter for it; leave it out"
             for key in ("segment_stride", "keep", "keep_last")
         ]
     off = {"gradient_checkpointing": False}
-    assert simpletuner_segckpt.apply(model, ignored | off).report.strategy == "off"
-    report = simpletuner_segckpt.apply(model, keys(2), family=native_family()).report
+    assert simpletuner_segckpt.apply(model, ignored | off, native=True).report.strategy == "off"
+    report = simpletuner_segckpt.apply(model, keys(2), family=native_family(), native=True).report
     assert str(report.stacks[0].schedule) == "[0 1] [2 3] [4 5]"
 
 
@@ -457,7 +457,7 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
     }
     model, _ = toy(TakesAll)
     facts = native_family(backends=("torch", "unsloth", "torch-ffn"), attention_offload=True)
-    report = simpletuner_segckpt.apply(model, keys(2, 4) | more, family=facts).report
+    report = simpletuner_segckpt.apply(model, keys(2, 4) | more, family=facts, native=True).report
     assert (model.backend, model.offload) == ("unsloth", True)
     assert report.lines()[1:] == [
         "blocks: 6 blocks, native",
@@ -469,7 +469,7 @@ def test_a_native_report_promises_nothing_that_only_the_class_knows():
         "trainer itself reads it",
     ]
     config = keys(2) | {"gradient_checkpointing_backend": "torch-ffn"}
-    [stack] = simpletuner_segckpt.apply(model, config, family=facts).report.stacks
+    [stack] = simpletuner_segckpt.apply(model, config, family=facts, native=True).report.stacks
     assert model.backend == "torch-ffn"
     assert (stack.segments, stack.reason) == (
         (),
@@ -481,11 +481,11 @@ def test_removing_a_native_schedule_touches_nothing_else():
     """What others changed since apply() stays as they left it."""
     model, inputs = toy(Native)
     model.eval()
-    installation = simpletuner_segckpt.apply(model, keys(2), family=native_family())
+    installation = simpletuner_segckpt.apply(model, keys(2), family=native_family(), native=True)
     model.train()
     model.mine = 3
     model.forward = model.forward
-    simpletuner_segckpt.apply(model, keys(2), family=native_family())
+    simpletuner_segckpt.apply(model, keys(2), family=native_family(), native=True)
     installation.remove()  # replaced by an equal one: does nothing
     assert model.interval == 2
     simpletuner_segckpt.remove(model)
@@ -502,7 +502,7 @@ def test_a_native_setter_that_raises():
     model, _ = toy(Raises)
     before = copy.copy(model.__dict__)
     with pytest.raises(ValueError, match="torch"):
-        simpletuner_segckpt.apply(model, keys(2, 4), family=native_family())
+        simpletuner_segckpt.apply(model, keys(2, 4), family=native_family(), native=True)
     assert model.__dict__ == before
 
 
@@ -510,7 +510,7 @@ def test_a_native_class_switched_off():
     model, _ = toy(Native)
     model.enable_gradient_checkpointing()
     config = {"gradient_checkpointing": False}
-    report = simpletuner_segckpt.apply(model, config, family=native_family()).report
+    report = simpletuner_segckpt.apply(model, config, family=native_family(), native=True).report
     assert report.strategy == "off"
     assert not model.gradient_checkpointing
     simpletuner_segckpt.remove(model)

@@ -72,6 +72,7 @@ class ForwardPlanner:
         # By stack path: what was shown, and what of it last.
         self.proof_tables = self._nothing_proven()
         self.proofs: dict[str, Proof] = {}
+        self.drifts: dict[str, str] = {}  # by stack path, where its family file was wrong
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
         """How the blocks of a training forward with these arguments run."""
@@ -144,7 +145,7 @@ class ForwardPlanner:
         hooks: dict[int, str] = {}
         if planned.strategy == "segmented" and not found:
             # Segments of what nobody described are tried out: a hook would act once more.
-            hooks = hook_boundaries(planned.path, blocks, alone=not self.described)
+            hooks = hook_boundaries(planned.path, blocks, alone=not carried)
             everywhere = hook_everywhere()
             found += [str(everywhere)] if everywhere else _against_segments(planned.schedule, hooks)
         if found and planned.strategy == "segmented":
@@ -159,17 +160,18 @@ class ForwardPlanner:
                 return StackRun(stack.recomputed_whole(), reason, memory)
         if found or planned.strategy != "segmented":
             return StackRun(stack, reason, memory)
+        probed = not carried
         shape = with_hooks(shape, hooks)
         proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
         if proof is None:
-            if not self.described and len(proven) and are_sharded(blocks):
+            if probed and len(proven) and are_sharded(blocks):
                 # Other ranks may know this shape of call already, and would not try it out: each
                 # would wait for the other's all-gathers.
                 reason = "a new shape of call cannot be tried out in segments on sharded blocks"
                 self._say_per_block(planned.path, f"{reason}; a family file needs no trying")
                 return StackRun(stack, reason)
-            return RecordingRun(stack, shape, replay=not self.described, hooks=hooks, memory=memory)
+            return RecordingRun(stack, shape, replay=probed, hooks=hooks, memory=memory)
         if proof.reason and _has_segments(proof.schedule):
             self.messages.warn(
                 "block-by-block",
@@ -197,11 +199,7 @@ class ForwardPlanner:
                     "not through the checkpoint function, so the schedule recomputes nothing of it",
                 )
             elif isinstance(run, RecordingRun):
-                self.trying_out = True
-                try:
-                    self._remember(run.shape, run.stack.path, run.proof())
-                finally:
-                    self.trying_out = False
+                self._learn_from(run)
             whole = run.stack.covered is run.stack.whole  # whatever the backend is for
             plan = planned[run.stack.path]
             self._say_shortfalls(replace(plan, feed_forward=()) if whole else plan, run)
@@ -217,6 +215,22 @@ class ForwardPlanner:
         reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
         if not self.described and not self._ran.issuperset(stack.path for stack in reached):
             self._in_order(reached)
+
+    def _learn_from(self, run: RecordingRun) -> None:
+        path = run.stack.path
+        if run.drift:
+            # The next forward records it once more, as a stack that no file describes.
+            run.abandon()
+            self.drifts[path] = run.drift
+            self.carried[path] = {}
+            self.proof_tables[path] = ProofTable(described=False)
+            self.messages.warn("drifted", f"{path}: {run.drift}; what is seen is what counts")
+            return
+        self.trying_out = True
+        try:
+            self._remember(run.shape, path, run.proof())
+        finally:
+            self.trying_out = False
 
     def _in_order(self, reached: Sequence[StackReport]) -> None:
         """Schedule again: stacks ran that had not run before.
@@ -239,7 +253,7 @@ class ForwardPlanner:
         return make_schedules(counts, config.interval, config.stride, config.keep_last)
 
     def _nothing_proven(self) -> dict[str, ProofTable]:
-        return {stack.path: ProofTable(self.described) for stack in self.stacks}
+        return {s.path: ProofTable(bool(self.carried.get(s.path))) for s in self.stacks}
 
     def _remember(self, shape: CallShape, path: str, proof: Proof) -> None:
         self.proof_tables[path].put(shape, proof)

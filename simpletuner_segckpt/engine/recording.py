@@ -60,6 +60,7 @@ class RecordingRun(StackRun):
     ):
         super().__init__(stack, "first forward of this shape of call", memory)
         self.shape = shape
+        self.drift = ""  # what was carried that the family file does not say
         self._replay = replay
         self._hooks = dict(hooks)
         self._inputs: dict[int, tuple[Arguments, tuple, RandomStates | None]] = {}
@@ -171,9 +172,9 @@ class RecordingRun(StackRun):
         link = Link(tuple(carried), tuple(places), tuple(names))
         expected = self.stack.carried
         if expected and not link.by_name.items() <= expected.items():
-            return (
-                f"drifted: {_named(link.by_name)} is carried to block {index}, where the family "
-                f"file expects {_named(expected)}"
+            self.drift = self.drift or (
+                f"{_named(link.by_name)} is carried to block {index}, where the family file "
+                f"expects {_named(expected)}"
             )
         return link
 

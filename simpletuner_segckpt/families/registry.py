@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..messages.errors import FamilyError, UnknownFamily, reason_of
-from .schema import Family
+from .schema import Family, Implementation
 
 ENTRY_POINTS = "simpletuner_segckpt.families"
 
@@ -81,11 +81,12 @@ class FamilyRegistry:
     ) -> Family | None:
         """The family that describes a model class, by the class or one of its bases.
 
+        Of a class that another package brings it is the family as that class has it.
         Several families may share a class; ``name`` and ``flavour`` are the trainer's
         ``model_family`` and ``model_flavour``, which then decide.
         """
         for base in model_class.__mro__:
-            known = [f for f in self if any(_is_class(base, path) for path in _all_classes(f))]
+            known = [found for f in self if (found := _as_class_has_it(f, base))]
             if known:
                 named = [f for f in known if _is_called(f, name)]
                 return _of_flavour(named or known, flavour)
@@ -172,9 +173,16 @@ def _of_flavour(families: list[Family], flavour: str | None) -> Family:
     return next(iter(having or [f for f in families if f.default] or families))
 
 
-def _all_classes(family: Family) -> tuple[str, ...]:
-    """The classes that a family describes, the trainers' own included."""
-    return family.classes + (family.native.classes if family.native else ())
+def _as_class_has_it(family: Family, candidate: type) -> Family | None:
+    """``family`` as the class has it; None where it does not describe the class."""
+    if any(_is_class(candidate, path) for path in family.classes):
+        return family
+    native = family.native.classes if family.native else ()
+    of_setters = Implementation(trainer="SimpleTuner", classes=native, conditions=family.conditions)
+    for own in (*family.implementations, of_setters):
+        if any(_is_class(candidate, path) for path in own.classes):
+            return family.implemented_as(own)
+    return None
 
 
 def _spelling(name: str) -> str:

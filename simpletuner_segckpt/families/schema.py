@@ -84,6 +84,20 @@ class Native(_Record):
     notes: tuple[str, ...] = ()
 
 
+class Implementation(_Record):
+    """Another package's class of the same model, whose loop is its own.
+
+    Without ``stacks`` it has those of the family, and what they carry is found by recording. Its
+    arguments are its own, too: the family's conditions do not concern it.
+    """
+
+    trainer: str  # the package that brings the classes
+    classes: tuple[str, ...]  # dotted paths, as the package itself imports them
+    stacks: tuple[Stack, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    conditions: tuple[ArgumentCondition, ...] = ()
+
+
 class Tiny(_Record):
     """A small model of one class, and example inputs, with which anyone can prove the family.
 
@@ -133,12 +147,27 @@ class Family(_Record):
     conditions: tuple[ArgumentCondition, ...] = ()
     sizes: Mapping[str, Mapping[str, Any]] = {}
     native: Native | None = None
+    implementations: tuple[Implementation, ...] = ()
     training: Training | None = None
     tiny: tuple[Tiny, ...] = ()
 
     def stack_at(self, path: str) -> Stack | None:
         """The stack that describes the list at ``path``."""
         return next((stack for stack in self.stacks if stack.describes(path)), None)
+
+    def implemented_as(self, own: Implementation) -> "Family":
+        """The family as one of its implementations has it."""
+        stacks = own.stacks or [s.model_copy(update={"carried": {}}) for s in self.stacks]
+        left_out = own.left_out if own.stacks else self.left_out
+        return self.model_copy(
+            update={
+                "stacks": tuple(stacks),
+                "left_out": left_out,
+                "conditions": own.conditions,
+                "units": (),
+                "keyword_loop": "",
+            }
+        )
 
     def size(self, flavour: str | None) -> str | None:
         """Name of the published size that a flavour has; None when no size is known.

@@ -84,6 +84,11 @@ class Installation:
         """By stack path, what the latest recorded forward showed of the boundaries of blocks."""
         return dict(self._owner.forwards.proofs) if isinstance(self._owner, CheckpointEntry) else {}
 
+    @property
+    def drifts(self) -> dict[str, str]:
+        """By stack path, what blocks carried that the family file does not say."""
+        return dict(self._owner.forwards.drifts) if isinstance(self._owner, CheckpointEntry) else {}
+
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
         if self._owner is _entry_of(self.model) or self._owner is _setter_states.get(self.model):
@@ -96,6 +101,7 @@ def apply(
     *,
     registry: FamilyRegistry | None = None,
     family: str | Family | None = None,
+    native: bool = False,
 ) -> Installation:
     """Install the schedule that ``config`` asks for on ``model``, replacing an earlier one.
 
@@ -103,11 +109,15 @@ def apply(
     model may be wrapped by PEFT, accelerate or ``torch.compile``. Its family is found by
     its class unless ``family`` names one; a model that no family describes is probed.
 
+    With ``native``, a class that brings ``set_gradient_checkpointing_*`` methods (SimpleTuner's do)
+    carries the keys out itself, in its own way; otherwise these are not called.
+
     Raises ``ConfigError`` (bad or unsupported keys), ``UnknownFamily`` or ``UnsupportedModel``
-    (no stack of blocks, or hooks on it that cannot work). Whatever is raised, the model is then as
+    (no stack of blocks, hooks on it that cannot work, or ``native`` of a class without such
+    methods). Whatever is raised, the model is then as
     it was before, with the earlier schedule if it had one.
     """
-    return apply_on(Platform(), model, config, registry=registry, family=family)
+    return apply_on(Platform(), model, config, registry=registry, family=family, native=native)
 
 
 def apply_on(
@@ -117,19 +127,26 @@ def apply_on(
     *,
     registry: FamilyRegistry | None = None,
     family: str | Family | None = None,
+    native: bool = False,
 ) -> Installation:
     """``apply`` on another platform than the machine of this process."""
     settings = load_settings(config)
     if not isinstance(model, Module):
         raise TypeError(f"model is a {type(model).__name__}; pass an nn.Module")
     base = unwrap(model)
-    described, report = planned_for(base, settings, registry, family)
+    if native and not has_own_setters(base):
+        raise UnsupportedModel(
+            f"{type(base).__name__} has no set_gradient_checkpointing_interval() or the like, which "
+            "native=True is about; leave that out"
+        )
+    described, report = planned_for(base, settings, registry, family, native)
     _refuse_shared(base, [stack.path for stack in report.stacks])
-    findings = [*settings.findings, *_problems(platform, base, settings, described, report)]
+    asked = _refused_by_setters if native else _problems
+    findings = [*settings.findings, *asked(platform, base, settings, described, report)]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         raise ConfigError(errors)
-    for stack in report.stacks if not has_own_setters(base) else ():
+    for stack in report.stacks if not native else ():
         if stack.path != UNITS:
             refuse_hooks(stack, blocks_of(base, stack.path))
     for finding in findings:
@@ -142,7 +159,11 @@ def apply_on(
         undo.callback(put_back, states_of(shared))
         undo.callback(_know, base, earlier)
         _take_off(base, earlier)
-        owner = _put_on(platform, base, report, described, settings, undo)
+        owner: CheckpointEntry | SetterState
+        if native:
+            owner = _set(base, report, described, settings)
+        else:
+            owner = _put_on(platform, base, report, described, settings, undo)
         if isinstance(owner, CheckpointEntry) and is_one_graph(model):
             owner.say_compiled()
         installation = Installation(base, owner.report, owner)
@@ -198,18 +219,21 @@ def _put_on(
     family: Family | None,
     settings: Settings,
     undo: ExitStack,
-) -> CheckpointEntry | SetterState:
+) -> CheckpointEntry:
     """Install a schedule on ``base``, whose modules the caller puts back if that fails."""
-    if has_own_setters(base):
-        settled = call_setters(base, settings.checkpointing, family, report)
-        _know(base, settled)
-        for remark in settled.report.remarks:
-            warn("own-setters", remark)
-        return settled
     entry = _entry_for(platform, base, report, family, settings)
     undo.callback(entry.let_go)
     entry.attach(base)
     return entry
+
+
+def _set(base: Module, report: Report, family: Family | None, settings: Settings) -> SetterState:
+    """Have the class of ``base`` carry out the keys itself."""
+    settled = call_setters(base, settings.checkpointing, family, report)
+    _know(base, settled)
+    for remark in settled.report.remarks:
+        warn("own-setters", remark)
+    return settled
 
 
 def _know(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
@@ -223,11 +247,7 @@ def _know(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
 def _problems(
     platform: Platform, base: Module, settings: Settings, family: Family | None, report: Report
 ) -> list[Finding]:
-    """What the keys ask for and the engine, or a class with setters of its own, cannot do."""
-    if has_own_setters(base):
-        off = any(condition.off for condition in report.conditions)
-        refused = () if off else not_taken(settings, base)
-        return [*refused, *native_problems(settings, family, type(base).__name__, report)]
+    """What the keys ask for and the engine cannot do."""
     config = settings.checkpointing
     found = list(problems(settings, family, type(base).__name__, report))
     moves = any(stack.inputs_on_cpu or stack.offloaded for stack in report.stacks)
@@ -239,12 +259,22 @@ def _problems(
     return found
 
 
+def _refused_by_setters(
+    platform: Platform, base: Module, settings: Settings, family: Family | None, report: Report
+) -> list[Finding]:
+    """What the keys ask for and the class of ``base`` does not carry out."""
+    off = any(condition.off for condition in report.conditions)
+    refused = () if off else not_taken(settings, base)
+    return [*refused, *native_problems(settings, family, type(base).__name__, report)]
+
+
 def _entry_for(
     platform: Platform, base: Module, report: Report, family: Family | None, settings: Settings
 ) -> CheckpointEntry:
     flags = CheckpointFlags(base)
     asks_function = (
         getattr(base, SUPPORTS_CHECKPOINTING, False)
+        and not has_own_setters(base)  # their loops ask no function, or not for each block
         and flags.can_ask
         and takes_checkpoint_function(base)
     )

@@ -138,7 +138,7 @@ class Launched:
         """Whether the config is about ``model``: its family is the one that the config names."""
         name = self.settings.trainer.model_family
         found = self.registry.for_class(type(model), name)
-        return found is not None and (not name or found in self.registry.named(name))
+        return found is not None and (not name or found.family in _names(self.registry, name))
 
     def _refuse_parts(self, model: Module) -> None:
         """Enabling a part of a model takes the part's checkpoint function out of its schedule."""
@@ -176,6 +176,10 @@ class Launched:
         if not any(model.history and model.history.trained for model in installed):
             return "never-trained", "no training forward ran with checkpointing switched on"
         return "nothing-recomputed", "nothing was recomputed in any training forward"
+
+
+def _names(registry: FamilyRegistry, name: str) -> set[str]:
+    return {family.family for family in registry.named(name)}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Model classes with their own ``set_gradient_checkpointing_*`` methods.
 
-Some trainers' model classes have ``set_gradient_checkpointing_interval`` and its siblings. Their
-own switches are used then, and the report says what such a class makes of the options, as the
+Some trainers' model classes have ``set_gradient_checkpointing_interval`` and its siblings. With
+``native=True`` they carry out the keys, and the report says what such a class makes of them, as the
 family's ``[native]`` facts tell (``schedules.own_setters``).
 """
 

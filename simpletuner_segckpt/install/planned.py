@@ -17,16 +17,22 @@ from ..model.stacks import (
     units_of,
 )
 from ..schedules.report import UNITS, Report, make_report
-from .own_setters import has_own_setters, without_unknown_keys
+from .own_setters import without_unknown_keys
 
 # Why a list of blocks is no stack: a call of a block does not say which of its places is meant.
 REPEATED = "holds one block more than once, so its blocks cannot be told apart"
 
 
 def planned_for(
-    base: Module, settings: Settings, registry: FamilyRegistry | None, family: str | Family | None
+    base: Module,
+    settings: Settings,
+    registry: FamilyRegistry | None,
+    family: str | Family | None,
+    native: bool = False,
 ) -> tuple[Family | None, Report]:
     """The family of an unwrapped model, and the schedule that ``apply`` would install.
+
+    native: its class carries the keys out itself.
 
     Raises ``UnknownFamily`` or ``UnsupportedModel``.
     """
@@ -43,7 +49,7 @@ def planned_for(
                 f"{name} has none of the stacks of the family {described.family}: {paths}"
             )
         raise UnsupportedModel(f"{name} has no nn.ModuleList of two or more blocks to schedule")
-    planned = without_unknown_keys(settings) if has_own_setters(base) else settings
+    planned = without_unknown_keys(settings) if native else settings
     return described, make_report(planned, described, stacks, left_out)
 
 

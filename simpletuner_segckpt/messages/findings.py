@@ -55,6 +55,7 @@ WARNINGS = {
     "SEG612": ("segment-broken", "the loop did something new inside a segment"),
     "SEG613": ("recompute-differs", "a block cannot be recomputed as its forward was"),
     "SEG614": ("streamed", "weights that are streamed through memory which blocks share"),
+    "SEG615": ("drifted", "what blocks carry is not what the family file says"),
     "SEG701": ("never-enabled", "the script enabled checkpointing on no model"),
     "SEG702": ("never-trained", "no training forward ran with checkpointing switched on"),
     "SEG703": ("nothing-recomputed", "no block was recomputed"),

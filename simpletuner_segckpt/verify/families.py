@@ -189,11 +189,14 @@ def _differences(
 def _links(family: Family, installation: Installation) -> Iterator[str]:
     """Stacks that the file calls segmented and that were not, each with the reason."""
     effect = installation.effect
+    for path, drift in installation.drifts.items():
+        yield f"`{path}`: {drift}"
     for planned in installation.report.stacks:
         stack = family.stack_at(planned.path)
         if stack is None or effect is None or stack.per_block or stack.cut:
             continue
-        if effect[planned.path].segments != planned.segments:
+        drifted = planned.path in installation.drifts
+        if not drifted and effect[planned.path].segments != planned.segments:
             yield f"`{planned.path}`: {effect[planned.path].reason}"
 
 
