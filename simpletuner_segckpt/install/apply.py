@@ -136,8 +136,8 @@ def apply_on(
     base = unwrap(model)
     if native and not has_own_setters(base):
         raise UnsupportedModel(
-            f"{type(base).__name__} has no set_gradient_checkpointing_interval() or the like, which "
-            "native=True is about; leave that out"
+            f"{type(base).__name__} has no set_gradient_checkpointing_interval() or the like, "
+            "which native=True is about; leave that out"
         )
     described, report = planned_for(base, settings, registry, family, native)
     _refuse_shared(base, [stack.path for stack in report.stacks])
