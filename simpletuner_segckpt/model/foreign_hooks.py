@@ -98,7 +98,7 @@ def _words(name: str) -> set[str]:
 
 
 def may_be_fed(blocks: Iterable[Module]) -> bool:
-    """Whether others are told before a block runs, or of its backward, as who brings its weights."""
+    """Whether others are told of the calls of a block, as those are who bring its weights."""
     return any(
         not is_made_for_recompute(hook)
         for block in blocks
