@@ -4,6 +4,7 @@ The right values are those of the same quantised model without a schedule, bit b
 """
 
 from collections import Counter
+from functools import partial
 
 import bitsandbytes
 import pytest
@@ -143,3 +144,29 @@ def test_keep_on_a_quantised_base(quantise, kept, caplog):
         assert step(model, inputs) == expected
     assert installation.effect["blocks"].kept == Counter(attention=5, ffn=kept)
     assert ("quantised" in caplog.text) == (kept == 0)
+
+
+def test_quantised_weights_that_are_streamed(caplog):
+    """They wrap what is copied over that of another block; the wrappers stay."""
+    model, inputs = frozen_wan()
+    quantize_(model.blocks, Int8WeightOnlyConfig())
+    add_lora(model)
+    expected = step(model, inputs)
+    own = [[p.qdata.clone() for p in quantised(block)] for block in model.blocks]
+    slots = [[data.clone() for data in own[0]] for _ in range(2)]
+
+    def bring(block, args, index):
+        for weight, data, slot in zip(quantised(block), own[index], slots[index % 2], strict=True):
+            weight.qdata = slot.copy_(data)
+
+    for index, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(partial(bring, index=index))
+    installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    for _ in range(3):
+        assert step(model, inputs) == expected
+    assert installation.effect["blocks"].segments == tuple(range(b, b + 1) for b in range(5))
+    assert caplog.text.count("SEG614 blocks") == 1
+
+
+def quantised(block):
+    return [p for p in block.parameters() if hasattr(p, "qdata")]

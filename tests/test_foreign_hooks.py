@@ -168,9 +168,12 @@ def test_what_an_author_of_hooks_on_blocks_can_rely_on():
     for index, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, i=index: fired["pre"].update([i]))
         block.register_forward_hook(lambda *_, i=index: fired["post"].update([i]))
-    step(model, inputs)
-    assert fired["pre"] == Counter({0: 2, 1: 2, 2: 1, 3: 1, 4: 2, 5: 2})
-    assert fired["post"] == Counter(dict.fromkeys(range(6), 1))
+    for planned in (dict.fromkeys(range(6), 2), {0: 2, 1: 2, 2: 1, 3: 1, 4: 2, 5: 2}):
+        step(model, inputs)  # the first one recomputes everything: a hook may bring weights
+        assert fired["pre"] == Counter(planned)
+        assert fired["post"] == Counter(dict.fromkeys(range(6), 1))
+        fired["pre"].clear()
+        fired["post"].clear()
 
 
 @pytest.mark.parametrize("when", WHEN)

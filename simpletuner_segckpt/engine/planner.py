@@ -10,9 +10,9 @@ from torch.nn import Module
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
 from ..model.foreign_hooks import (
-    has_backward_hooks,
     hook_boundaries,
     hook_everywhere,
+    may_be_fed,
     refuse_hooks,
     swap_managers,
 )
@@ -155,7 +155,7 @@ class ForwardPlanner:
         if planned.path not in self._own_memory:
             memory = MemoryWatch(blocks, partial(self._judge, planned.path))
             swapped = any(c.where == "model" and c.concerns(planned.path) for c in conditions)
-            if swapped or has_backward_hooks(blocks):
+            if swapped or may_be_fed(blocks):
                 reason = f"{reason}; the first forward recomputes all"
                 return StackRun(stack.recomputed_whole(), reason, memory)
         if found or planned.strategy != "segmented":

@@ -8,11 +8,12 @@ it is looked for until a whole forward has shown none.
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from ..model.stacks import all_modules
+from .block_state import held_by
+from .watched import version
 
 SHARED = "its blocks share the memory of their weights, which are streamed through it"
 
@@ -28,17 +29,24 @@ class MemoryWatch:
         self.on_end = on_end
         self.shared = False
         self._plain: list[int] = []
-        self._seen: dict[int, tuple[int, Tensor]] = {}
+        # By address: the block, its weight, what is there, and how often that was written.
+        self._seen: dict[int, tuple[int, Tensor, Tensor, int]] = {}
 
     def look(self, *indices: int) -> None:
         """See where the weights of these blocks are now."""
         for index in indices:
-            for tensor in _tensors(self.blocks[index]) if not self.shared else ():
-                address = tensor.data_ptr()
-                other, known = self._seen.setdefault(address, (index, tensor))
-                if other != index and known is not tensor and known.data_ptr() == address:
-                    self.shared = True
-                self._seen[address] = (index, tensor)
+            for weight in _weights(self.blocks[index]) if not self.shared else ():
+                for tensor in held_by(weight):
+                    self._look(index, weight, tensor)
+
+    def _look(self, index: int, weight: Tensor, tensor: Tensor) -> None:
+        address, written = tensor.data_ptr(), version(tensor)
+        if known := self._seen.get(address):
+            other, held, there, before = known
+            tied = held is weight and before == written
+            if other != index and not tied and there.data_ptr() == address:
+                self.shared = True
+        self._seen[address] = index, weight, tensor, written
 
     def ran_plainly(self, index: int) -> None:
         """Block ``index`` ran, and its backward needs what its weights are now."""
@@ -52,19 +60,12 @@ class MemoryWatch:
         return self._plain if self.shared else ()
 
 
-def _tensors(block: Module) -> list[Tensor]:
-    """The weights of a block, quantised ones in buffers included, that have memory of their own."""
+def _weights(block: Module) -> list[Tensor]:
+    """The weights of a block, quantised ones in buffers included."""
     return [
         tensor
         for module in all_modules([block])
         for held in (module._parameters, module._buffers)
         for tensor in held.values()
-        if tensor is not None and _has_memory(tensor)
+        if tensor is not None
     ]
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    # Classes that dispatch for themselves (shards, some quantised weights) hold theirs elsewhere.
-    own = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    plain = type(tensor) in (Tensor, torch.nn.Parameter) or own
-    return plain and tensor.device.type != "meta" and tensor.data_ptr() != 0

@@ -97,13 +97,13 @@ def _words(name: str) -> set[str]:
     return set(re.split(r"[._]+", name))
 
 
-def has_backward_hooks(blocks: Iterable[Module]) -> bool:
-    """Whether others are told of the backward of a block, as those are who bring its weights."""
+def may_be_fed(blocks: Iterable[Module]) -> bool:
+    """Whether others are told of the calls of a block, as those are who bring its weights."""
     return any(
         not is_made_for_recompute(hook)
         for block in blocks
         for hooked in (block, unwrapped(block))
-        for _, hook in hooks_on(hooked, "backward pre-hook", "backward hook")
+        for _, hook in hooks_on(hooked, "forward pre-hook", "backward pre-hook", "backward hook")
     )
 
 
