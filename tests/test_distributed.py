@@ -28,8 +28,8 @@ from training import keys, model_and_inputs, warned
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
-from simpletuner_segckpt.model.tiny import is_before
 from simpletuner_segckpt import UnsupportedModel, sharding_units
+from simpletuner_segckpt.model.tiny import is_before
 from simpletuner_segckpt.verify.step import Step, step
 
 CASES = Path(__file__).with_name("distributed_cases.py")
