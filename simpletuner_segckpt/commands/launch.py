@@ -28,6 +28,7 @@ from types import ModuleType
 from ..config.file import read_config_file
 from ..config.settings import check_settings
 from ..config.simpletuner import config_of_trainer
+from ..config_schema import PREFIX
 from ..families.registry import FamilyRegistry
 from ..messages.errors import FamilyError, UsageError, reason_of
 from ..messages.findings import CODES
@@ -115,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) as found,
     ):
         try:
+            if not settings.checkpointing.enabled:
+                logger.info("`%s` is off in %s: nothing is recomputed", PREFIX, config)
             if of_simpletuner:
                 if not options.config:
                     logger.info("%s is read, as SimpleTuner does", config)

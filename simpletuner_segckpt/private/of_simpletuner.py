@@ -31,7 +31,7 @@ def argument_parser() -> ArgumentParser | None:
         import_module(_LOGGING)
         made = getattr(import_module(module), name)()
         kept = getattr(import_module(module), name)()
-    except (ImportError, AttributeError):
+    except Exception:  # whatever a changed package does
         return None
     return made if isinstance(made, ArgumentParser) and made is kept else None
 
@@ -42,5 +42,5 @@ def starter() -> ModuleType | None:
     try:
         found = import_module(module)
         return found if hasattr(getattr(found, name), "Popen") else None
-    except (ImportError, AttributeError):
+    except Exception:  # whatever a changed package does
         return None
