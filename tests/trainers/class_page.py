@@ -1,0 +1,2 @@
+def page(o):
+    return repr(o)
