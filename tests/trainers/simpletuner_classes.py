@@ -205,7 +205,7 @@ ROWS = [
     row("chroma", "chroma.transformer.ChromaTransformer2DModel"),
     row("cosmos", "cosmos.transformer.CosmosTransformer3DModel"),
     row("cosmos3", "cosmos3.transformer.Cosmos3OmniTransformer"),
-    Row("deepfloyd", f"{MODELS}.unet_flowmap.FlowMapUNet2DConditionModel"),
+    row("deepfloyd", "unet_flowmap.FlowMapUNet2DConditionModel"),
     row("ernie", "ernie.transformer.ErnieImageTransformer2DModel"),
     row("flux", "flux.transformer.FluxTransformer2DModel"),
     row("flux2", "flux2.transformer.Flux2Transformer2DModel"),
@@ -286,7 +286,6 @@ ROWS = [
         },
     ),
     row("kandinsky5_video", "kandinsky5_video.transformer_kandinsky5.Kandinsky5Transformer3DModel"),
-    row("kolors", "unet_flowmap.FlowMapUNet2DConditionModel"),
     row("krea2", "krea2.transformer.Krea2Transformer2DModel"),
     row("longcat_image", "longcat_image.transformer.LongCatImageTransformer2DModel"),
     row(
@@ -437,6 +436,40 @@ ROWS = [
 ]
 
 
+INTRODUCTION = """
+# SimpleTuner's own classes
+
+Each model class of SimpleTuner 4.10.1, built small with random weights on a CPU (torch 2.13,
+diffusers 0.42.1), and one training step of it: plain, with each set of keys carried out by this
+package, and with the same keys given to the class's own setters (`native=True`), on the same
+weights in one run. `python tests/trainers/simpletuner_classes.py --write PAGE` makes this page.
+
+In a cell stand the blocks that backward ran again, and the kilobytes (1000 bytes) that the forward
+left alive for backward: first of this package, then, after the dot, of the class itself. A dash is
+a key that is refused. **wrong** means that the gradients are not those of the plain step; the name
+of an error, that the class ended with it. The trainer's own calls (`enable_gradient_checkpointing`,
+`disable_gradient_checkpointing`, its setters) were made before and after `apply`, and changed
+nothing.
+
+`layer` is no key but the switch; `2 of 3` is interval 2 with stride 3; `unsloth` and both `keep`
+and `keep_last` columns have interval 2; `offload` is `offload_attention` with 2 of 3. On a CPU
+nothing is moved, so these two show only what runs again.
+"""
+
+NOTES = """
+## Read with care
+
+- Nothing here is a prediction: the models are tiny, and `segckpt estimate` is for real sizes.
+- Which blocks a class covers in a mode is its own matter ([families](../families.md)); where it
+  covers fewer, it runs fewer again and keeps more.
+- With `torch-ffn` the two do not recompute the same parts everywhere: Flux.1's own class also
+  recomputes what stands beside the attention in single-stream blocks and is no module of its own.
+- Chroma, HiDream and ZLab I1 give every block something of its own (a slice of the modulation, a
+  Llama state, a skip connection), so no two of their blocks can run as one; Wan S2V adds the audio
+  after some blocks, where its segments end.
+"""
+
+
 def trainer_calls(model: Any) -> None:
     """What SimpleTuner calls on the model that it trains, around a validation, too."""
     for switch in ("enable", "disable", "enable"):
@@ -461,7 +494,8 @@ def main() -> int:
         outcomes.append(outcome)
         print(outcome.title, *(outcome.problems or ["as planned"]), sep="\n    ", flush=True)
     if arguments.write:
-        arguments.write.write_text(page(outcomes), encoding="utf-8")
+        text = page(outcomes, INTRODUCTION, NOTES)
+        arguments.write.write_text(text, encoding="utf-8")
     return any(outcome.problems for outcome in outcomes)
 
 
