@@ -101,6 +101,8 @@ def run(
         if row.cannot:
             yield Outcome(row, family.title)
             continue
+        kind = type(_model(row, family))
+        family = registry.for_class(kind, row.family, row.flavour) or family
         yield _run(row, family, native, trainer_calls)
 
 
