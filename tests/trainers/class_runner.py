@@ -124,20 +124,15 @@ def _run(
             found = _measure(row, family, inputs, plain, MODES["interval 2"], "", **calls)
             if found != expected:
                 problems.append(f"differs when the trainer makes its calls {when} apply: {found}")
-    problems += _problems(ours, theirs, _differ(row, family))
+    problems += _problems(ours, theirs, MODES if row.beside else ["torch-ffn"])
     blocks = len(_witnesses(_model(row, family), family, inputs))
     return Outcome(row, family.title, blocks, ours, theirs, tuple(problems))
-
-
-def _differ(row: Row, family: Family) -> list[str]:
-    """The modes in which a class does not recompute the same parts as this package."""
-    whole = all(stack.feed_forward for stack in family.stacks)
-    return [name for name in MODES if row.beside or (name == "torch-ffn" and not whole)]
 
 
 def _problems(
     ours: Mapping[str, Measured], theirs: Mapping[str, Measured], differ: Collection[str]
 ) -> Iterator[str]:
+    """``differ``: the modes in which a class does not recompute the same parts."""
     for name, mine in ours.items():
         if mine.refused and not mine.refused.startswith("ConfigError"):
             yield f"{name} fails: {mine.refused}"
