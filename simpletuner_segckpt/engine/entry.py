@@ -29,9 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from ..messages.log import logger
 from ..model.compiled import AS_A_WHOLE, NO_SEGMENTS, try_oldest_first
 from ..model.flags import SWITCH, CheckpointFlags, described
-from ..model.interception import RECEIVER, intercept, original_call, release
+from ..model.interception import (
+    RECEIVER,
+    block_function,
+    intercept,
+    original_call,
+    release,
+)
 from ..model.kv_cache import cache_makers
-from ..model.stacks import blocks_of
+from ..model.stacks import blocks_of, units_of
 from ..private.of_torch import hooks_on, inside_checkpoint
 from ..recompute.backend import plainly
 from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
@@ -75,6 +81,8 @@ class CheckpointEntry:
     flags: the modules that ask for a checkpoint function.
     gap_blocks: for calls that are compiled, which find their place by identity.
     intercepts: whether calls come from the blocks themselves, so that the loop must not ask.
+    functions: by stack path, the function that runs its blocks, where the loop calls no block.
+    units: paths of the modules of no stack that run one by one, in which ``*`` is any name.
     parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
     """
 
@@ -87,6 +95,8 @@ class CheckpointEntry:
         *,
         gap_blocks: Iterable[Module] = (),
         intercepts: bool = False,
+        functions: Mapping[str, str] | None = None,
+        units: Sequence[str] = (),
         parts: Mapping[str, Mapping[SubmoduleKind, Sequence[str]]] | None = None,
     ):
         self.report = report
@@ -96,6 +106,8 @@ class CheckpointEntry:
         self.parameters = tuple(parameters)
         self.flags = flags
         self.intercepts = intercepts
+        self.functions = dict(functions or {})
+        self.units = tuple(units)
         self.parts = dict(parts or {})
         # Why checkpointing stays switched off, if it does.
         self.off = next((str(condition) for condition in report.conditions if condition.off), "")
@@ -482,7 +494,12 @@ class CheckpointEntry:
         In every forward: a compiler or FSDP may have put a wrapper around them.
         """
         for stack in self.forwards.stacks if self.intercepts or self._outside is not None else ():
-            intercept(blocks_of(module, stack.path), self)
+            name = self.functions.get(stack.path)
+            function = block_function(type(module), name) if name else None
+            intercept(blocks_of(module, stack.path), self, function)
+        if self.intercepts and self.units:
+            stacks = [stack.path for stack in self.forwards.stacks]
+            intercept(map(module.get_submodule, units_of(module, self.units, stacks)), self)
 
     def intercept_submodules(self, module: Module) -> None:
         """Have the parts of the blocks run as the block around them wants it.

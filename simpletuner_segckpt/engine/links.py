@@ -5,7 +5,8 @@ sees what happens between them. That is only right when the loop does nothing th
 what block ``k`` returned to block ``k + 1``. Two things are therefore observed:
 
 * *writes*, by identity: each argument of block ``k + 1`` either **is** an object that block
-  ``k`` returned (it is carried) or **is** the very argument that block ``k`` got;
+  ``k`` returned (it is carried) or **is** the very argument that block ``k`` got (or a tensor
+  that the loop makes anew for every block with the same values, and that has no gradient);
 * *reads*, by ``watched.WatchedTensor``: what the loop holds between two blocks is an alias that
   says when an operation uses it, and whose lifetime says whether the loop kept it (a list of
   hidden states, the samples of a ControlNet).
@@ -26,7 +27,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..model.wrappers import unwrapped
+from ..model.interception import what_runs
 from ..private.of_torch import pytree
 from ..recompute.containers import Contents, attributes_of, containers, is_record
 from .watched import version
@@ -124,6 +125,20 @@ class Snapshot:
             return alike and self._records[index].holds_of(attributes_of(other))
         return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
 
+    def may_equal(self, index: int, other: Any) -> bool:
+        """Whether ``other`` is another tensor of the form of leaf ``index``, both plain data.
+
+        Whether it has the same values is for the caller to see: that may have to wait for them.
+        """
+        mine = self.leaves[index]
+        return (
+            type(mine) is type(other) is Tensor
+            and not (mine.requires_grad or other.requires_grad)
+            and (mine.shape, mine.stride()) == (other.shape, other.stride())
+            and (mine.dtype, mine.device) == (other.dtype, other.device)
+            and version(mine) == self.versions[index]
+        )
+
     def holds_of(self, tree: Any) -> bool:
         """Whether ``tree`` is, leaf by leaf, what it was when this was taken."""
         leaves, spec = pytree.tree_flatten(tree)
@@ -204,8 +219,8 @@ def place_of(spec: pytree.TreeSpec, leaves: Sequence[Any], index: int) -> tuple[
 
 
 def argument_name(block: torch.nn.Module, key: int | str) -> str:
-    """Name of the parameter of ``block.forward`` that an argument is for."""
+    """Name of the parameter that an argument of a block is for."""
     if isinstance(key, str):
         return key
-    parameters = list(inspect.signature(type(unwrapped(block)).forward).parameters)[1:]
+    parameters = list(inspect.signature(what_runs(block)).parameters)[1:]
     return parameters[key] if key < len(parameters) else f"number {key}"

@@ -145,7 +145,7 @@ class RecordingRun(StackRun):
             source = next(sources, None) if isinstance(leaf, WatchedTensor) else None
             if source is not None:
                 carried.append((i, source))
-            elif isinstance(leaf, WatchedTensor) or not last.arguments.same(i, leaf):
+            elif isinstance(leaf, WatchedTensor) or not _same(last.arguments, i, leaf):
                 report_use(leaf, f"argument of block {index}")
                 differs = differs or (i, leaf)
         block = self.stack.blocks[index]
@@ -259,6 +259,13 @@ class RecordingRun(StackRun):
             for a, b in zip(leaves, recorded, strict=True)
         )
         return "" if same else "give other values"
+
+
+def _same(arguments: Arguments, index: int, leaf: Any) -> bool:
+    """Whether a block is given what the one before it was given, or another tensor like it."""
+    return arguments.same(index, leaf) or (
+        arguments.may_equal(index, leaf) and torch.equal(arguments.leaves[index], leaf)
+    )
 
 
 def _named(carried: Mapping[str, int]) -> str:

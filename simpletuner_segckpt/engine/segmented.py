@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from ..messages.errors import SegmentBroken
 from ..model.interception import original_call
 from ..private.of_torch import pytree
@@ -56,6 +59,8 @@ class SegmentedRun(StackRun):
         self._open: _OpenSegment | None = None
         self._written = False  # whether blocks wrote to a container that they were given
         self._aliases: list[tuple[range, weakref.ref[WatchedTensor]]] = []
+        # Arguments that the loop made anew, and whether they differ: nobody waits for that in here.
+        self._made_anew: list[tuple[range, str, Tensor]] = []
 
     def call_block(self, index: int, args: tuple, kwargs: dict) -> Any:
         if self._open is not None:
@@ -118,6 +123,10 @@ class SegmentedRun(StackRun):
                 unchanged = open_.arguments.same(i, leaf)
             if not unchanged:
                 name = argument_name(self.stack.blocks[index], place_of(spec, leaves, i)[0])
+                if i not in sources and open_.arguments.may_equal(i, leaf):
+                    unequal = (open_.arguments.leaves[i] != leaf).any()
+                    self._made_anew.append((segment, f"`{name}` of block {index}", unequal))
+                    continue
                 self._break(
                     segment, f"block {index} does not get the `{name}` that was left for it"
                 )
@@ -157,12 +166,17 @@ class SegmentedRun(StackRun):
     def finish(self) -> None:
         if self._open is not None:
             self._break(self._open.blocks, f"the forward ended without block {self._open.due}")
+        made_anew, self._made_anew = self._made_anew, []
+        if made_anew and bool(torch.stack([unequal.cpu() for *_, unequal in made_anew]).any()):
+            segment, name = next((s, name) for s, name, unequal in made_anew if unequal)
+            self._break(segment, f"the {name} has other values than that of the block before")
         for segment, reference in self._aliases:
             if reference() is not None:
                 self._break(segment, "the model keeps the state between its blocks")
 
     def abandon(self) -> None:
         self._open = None
+        self._made_anew.clear()
 
 
 def _named(segment: range) -> str:
