@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ class Script:
     path: str
     pipeline: str
     arguments: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).stem.removeprefix("train_")
 
 
 SCRIPTS = (
@@ -119,7 +124,7 @@ class Run:
 def proofs(
     checkout: Path, packages: Path | None, folder: Path, only: Sequence[str] = ()
 ) -> Iterator[Proof]:
-    """Every script under every schedule.
+    """Every script under every schedule, two scripts at a time.
 
     checkout: of diffusers; its scripts run with the installed diffusers.
     packages: what only the scripts need, where it is not installed.
@@ -130,25 +135,35 @@ def proofs(
     trainer = f"diffusers, examples of {found[1] if found else 'an unknown version'}"
     environment = _environment(packages, folder)
     make = [sys.executable, str(HERE / "tiny_pipelines.py"), str(folder)]
-    subprocess.run(make, check=True, env=environment)
-    for script in SCRIPTS:
-        if only and not any(part in script.path for part in only):
-            continue
-        name = Path(script.path).stem.removeprefix("train_")
-        plain: dict[int, Run] = {}
-        for schedule in SCHEDULES:
-            for processes in schedule.processes:
-                if processes not in plain:
-                    plain[processes] = _run(checkout, script, None, processes, environment, folder)
-                if plain[processes].fault:
-                    fault = f"without launch: {plain[processes].fault}"
-                    yield Proof(trainer, name, schedule.title, processes, "", fault)
-                    continue
+    subprocess.run(make, check=True, env=environment, capture_output=True)
+    scripts = [
+        script for script in SCRIPTS if not only or any(part in script.path for part in only)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for found_of_one in pool.map(
+            lambda script: list(_proofs_of(script, trainer, checkout, environment, folder)), scripts
+        ):
+            yield from found_of_one
+
+
+def _proofs_of(
+    script: Script, trainer: str, checkout: Path, environment: Mapping[str, str], folder: Path
+) -> Iterator[Proof]:
+    plain: dict[int, Run] = {}
+    for schedule in SCHEDULES:
+        for processes in schedule.processes:
+            if processes not in plain:
+                plain[processes] = _run(checkout, script, None, processes, environment, folder)
+            equal = ""
+            if plain[processes].fault:
+                ran = f"without launch: {plain[processes].fault}"
+            else:
                 launched = _run(checkout, script, schedule.keys, processes, environment, folder)
-                fault = _difference(launched, plain[processes], schedule)
-                equal = "" if fault else f"{len(launched.weights)} saved tensors"
-                ran = fault or _shown(launched.said)
-                yield Proof(trainer, name, schedule.title, processes, equal, ran)
+                ran = _difference(launched, plain[processes], schedule)
+                if not ran:
+                    equal = f"{len(launched.weights)} saved tensors"
+                    ran = _shown(launched.said, reasons=schedule.interval > 1)
+            yield Proof(trainer, script.name, schedule.title, processes, equal, ran)
 
 
 def _difference(launched: Run, plain: Run, schedule: Schedule) -> str:
@@ -195,13 +210,13 @@ def _stacks(said: str) -> dict[str, tuple[str, str]]:
     return stacks
 
 
-def _shown(said: str) -> str:
-    """The stacks that ran alike together."""
+def _shown(said: str, *, reasons: bool) -> str:
+    """The stacks that ran alike together; with ``reasons`` why some had no segments."""
     alike: dict[tuple[str, str], list[str]] = {}
     for stack, ran in _stacks(said).items():
         alike.setdefault(ran, []).append(f"`{stack}`")
     return "; ".join(
-        f"{', '.join(stacks)}: {picture}" + (f" ({reason})" if reason else "")
+        f"{', '.join(stacks)}: {picture}" + (f" ({reason})" if reason and reasons else "")
         for (picture, reason), stacks in alike.items()
     )
 
@@ -215,7 +230,9 @@ def _run(
     folder: Path,
 ) -> Run:
     """One run of the script; without ``keys`` as it is."""
-    output = folder / "output"
+    own = folder / "runs" / script.name
+    own.mkdir(parents=True, exist_ok=True)
+    output = own / "output"
     for left in output.rglob("*.safetensors"):
         left.unlink()
     words = [sys.executable]
@@ -223,8 +240,8 @@ def _run(
         words += ["-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc-per-node", str(processes)]
     if keys is not None:
-        (folder / "config.json").write_text(json.dumps(keys))
-        words += ["-m", "simpletuner_segckpt.launch", "--config", "config.json"]
+        (own / "config.json").write_text(json.dumps(keys))
+        words += ["-m", "simpletuner_segckpt.launch", "--config", str(own / "config.json")]
     words.append(str(checkout / "examples" / script.path))
     words += ["--pretrained_model_name_or_path", script.pipeline, "--output_dir", str(output)]
     ended = subprocess.run(
@@ -234,19 +251,17 @@ def _run(
         capture_output=True,
         text=True,
     )
+    (own / "last.log").write_text(" ".join(words) + "\n" + ended.stdout + ended.stderr)
     if ended.returncode:
-        log = folder / f"{Path(script.path).stem}.log"
-        log.write_text(" ".join(words) + "\n" + ended.stdout + ended.stderr)
-        last = [
-            line for line in ended.stderr.splitlines() if re.match(r"\w*(Error|Exception)", line)
-        ]
-        return Run({}, fault=f"exit code {ended.returncode}: {(last or ['see its log'])[-1]}")
+        errors = re.findall(r"^\w*(?:Error|Exception)\b.*", ended.stderr, re.MULTILINE)
+        return Run(
+            {}, fault=f"exit code {ended.returncode}: {errors[-1] if errors else 'no error'}"
+        )
     weights = {
         f"{file.relative_to(output)}:{name}": tensor.numpy().tobytes()
         for file in output.rglob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
-    (folder / "run.log").write_text(ended.stdout + ended.stderr)
     return Run(weights, ended.stderr, "" if weights else "no weights were saved")
 
 

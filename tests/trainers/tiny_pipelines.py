@@ -112,7 +112,8 @@ def vae(channels: int) -> AutoencoderKL:
     )
 
 
-def flux(folder: Path) -> FluxPipeline:
+def flux(folder: Path, depths: tuple[int, int] = (DEPTH, DEPTH)) -> FluxPipeline:
+    """``depths``: blocks of the two stacks. The tokenizers' files are left in ``folder``."""
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=vae(16),
@@ -122,8 +123,8 @@ def flux(folder: Path) -> FluxPipeline:
         tokenizer_2=t5_tokenizer(folder / "t5"),
         transformer=FluxTransformer2DModel(
             in_channels=64,
-            num_layers=DEPTH,
-            num_single_layers=DEPTH,
+            num_layers=depths[0],
+            num_single_layers=depths[1],
             attention_head_dim=16,
             num_attention_heads=2,
             joint_attention_dim=WIDTH,
@@ -226,27 +227,36 @@ PIPELINES: dict[str, Callable[[Path], DiffusionPipeline]] = {
 }
 
 
+def images(folder: Path) -> dict[Path, str]:
+    """Image in a new ``folder`` -> its caption."""
+    folder.mkdir()
+    dice = random.Random(0)
+    captions = {folder / f"{number}.png": f"a photo of number {number}" for number in range(4)}
+    for path in captions:
+        Image.frombytes("RGB", (SIZE, SIZE), dice.randbytes(SIZE * SIZE * 3)).save(path)
+    return captions
+
+
 def data(folder: Path) -> None:
     """``images``, ``captioned`` (with captions in a table), ``pairs.jsonl`` and ``videos``."""
+    pairs = [
+        {"image": str(path), "text": text, "conditioning_image": str(path)}
+        for path, text in images(folder / "images").items()
+    ]
+    captioned = images(folder / "captioned")
+    captions = [{"file_name": path.name, "text": text} for path, text in captioned.items()]
+    for path, rows in (("captioned/metadata.jsonl", captions), ("pairs.jsonl", pairs)):
+        (folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    videos = folder / "videos"
+    videos.mkdir()
     dice = random.Random(0)
-    for name in ("images", "captioned", "videos"):
-        (folder / name).mkdir()
-    captions, pairs = [], []
-    for number in range(4):
-        path = folder / "images" / f"{number}.png"
-        Image.frombytes("RGB", (SIZE, SIZE), dice.randbytes(SIZE * SIZE * 3)).save(path)
-        (folder / "captioned" / path.name).write_bytes(path.read_bytes())
-        text = f"a photo of number {number}"
-        captions.append({"file_name": path.name, "text": text})
-        pairs.append({"image": str(path), "text": text, "conditioning_image": str(path)})
+    for number in range(len(pairs)):
         # The one video format that needs no encoder.
         frames = (b"FRAME\n" + dice.randbytes(SIZE * SIZE * 3 // 2) for _ in range(FRAMES))
         head = f"YUV4MPEG2 W{SIZE} H{SIZE} F8:1 Ip A1:1 C420\n".encode()
-        (folder / "videos" / f"{number}.y4m").write_bytes(head + b"".join(frames))
-    for path, rows in (("captioned/metadata.jsonl", captions), ("pairs.jsonl", pairs)):
-        (folder / path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "videos/prompts.txt").write_text("".join(f"{row['text']}\n" for row in captions))
-    (folder / "videos/videos.txt").write_text("".join(f"{n}.y4m\n" for n in range(4)))
+        (videos / f"{number}.y4m").write_bytes(head + b"".join(frames))
+    (videos / "prompts.txt").write_text("".join(f"{row['text']}\n" for row in pairs))
+    (videos / "videos.txt").write_text("".join(f"{number}.y4m\n" for number in range(len(pairs))))
 
 
 def main(folder: Path) -> None:
