@@ -232,6 +232,7 @@ ROWS = [
     row(
         "hidream",
         "hidream.transformer.HiDreamImageTransformer2DModel",
+        beside="embedders, caption projections and the final layer",
         inputs={
             "hidden_states": normal(2, 4, 8, 8),
             "timesteps": full(500, 2),
