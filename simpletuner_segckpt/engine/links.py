@@ -18,7 +18,7 @@ boundary at which grad mode, autocast or the random state changes.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -56,12 +56,14 @@ class Link:
     ``carried`` pairs the index of an argument leaf with the index of the result leaf that
     feeds it; every other argument leaf is the same for both blocks. ``places`` says of each such
     argument which one it is, by position or by name, and which of its leaves; ``names`` are the
-    block's parameters that they are for.
+    block's parameters that they are for. ``anew`` are the argument leaves that the loop makes anew
+    with the same values, each with its place.
     """
 
     carried: tuple[tuple[int, int], ...]
     places: tuple[tuple[int | str, int], ...]
     names: tuple[str, ...]
+    anew: tuple[tuple[int, tuple[int | str, int]], ...] = ()
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -74,13 +76,27 @@ class Link:
         What holds nothing that is carried is the same object.
         """
         produced = pytree.tree_leaves(result)
-        fed: dict[int | str, dict[int, Any]] = {}
-        for (place, leaf), (_, source) in zip(self.places, self.carried, strict=True):
-            fed.setdefault(place, {})[leaf] = produced[source]
-        given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
-        for place, values in fed.items():
-            given[place] = _with_leaves(given[place], values)
-        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
+        sources = [produced[source] for _, source in self.carried]
+        return _replaced(args, kwargs, zip(self.places, sources, strict=True))
+
+    def share(
+        self, args: tuple, kwargs: dict[str, Any], values: Sequence[Any]
+    ) -> tuple[tuple, dict]:
+        """The arguments of the next block, with ``values`` for what the loop made ``anew``."""
+        return _replaced(args, kwargs, zip((place for _, place in self.anew), values, strict=True))
+
+
+def _replaced(
+    args: tuple, kwargs: dict[str, Any], values: Iterable[tuple[tuple[int | str, int], Any]]
+) -> tuple[tuple, dict]:
+    """Arguments with other leaves at some places."""
+    fed: dict[int | str, dict[int, Any]] = {}
+    for (place, leaf), value in values:
+        fed.setdefault(place, {})[leaf] = value
+    given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+    for place, leaves in fed.items():
+        given[place] = _with_leaves(given[place], leaves)
+    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
 def _with_leaves(tree: Any, values: dict[int, Any]) -> Any:

@@ -97,7 +97,6 @@ class Implementation(_Record):
     trainer: str  # the package that brings the classes
     classes: tuple[str, ...]  # dotted paths, as the package itself imports them
     stacks: tuple[Stack, ...] = ()
-    units: tuple[str, ...] = ()  # modules outside the stacks that run one by one
     left_out: tuple[LeftOut, ...] = ()
     conditions: tuple[ArgumentCondition, ...] = ()
 
@@ -168,7 +167,7 @@ class Family(_Record):
                 "stacks": tuple(stacks),
                 "left_out": left_out,
                 "conditions": own.conditions,
-                "units": own.units if own.stacks or own.units else self.units,
+                "units": () if own.stacks else self.units,
                 "keyword_loop": "",
             }
         )

@@ -80,7 +80,7 @@ def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Rep
             continue
         if settings.file.called(name) == name:
             message = (
-                "is an option that SimpleTuner by itself does not know and refuses; leave it out, "
+                "is an option that SimpleTuner does not know and refuses; leave it out, "
                 "or train with segckpt launch and without --native"
             )
             findings.append(settings.finding("unsupported-option", message, key))

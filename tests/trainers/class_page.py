@@ -51,8 +51,9 @@ def _segments(outcome: Outcome) -> tuple[str, ...]:
     name = f"`{outcome.row.model_class.rpartition('.')[2]}`"
     if outcome.row.cannot:
         return outcome.title, name, "", f"not run: {outcome.row.cannot}"
+    beside = f" (its own class also recomputes {outcome.row.beside})" if outcome.row.beside else ""
     said = outcome.ours["interval 2"].segments.replace("|", "\\|")
-    return outcome.title, name, str(outcome.blocks), said
+    return outcome.title, name, str(outcome.blocks), said + beside
 
 
 def _cells(outcome: Outcome, modes: Sequence[str]) -> tuple[str, ...]:

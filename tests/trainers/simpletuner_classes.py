@@ -232,6 +232,7 @@ ROWS = [
     row(
         "hidream",
         "hidream.transformer.HiDreamImageTransformer2DModel",
+        beside="embedders, caption projections and the final layer",
         inputs={
             "hidden_states": normal(2, 4, 8, 8),
             "timesteps": full(500, 2),
@@ -462,8 +463,9 @@ NOTES = """
 - Nothing here is a prediction: the models are tiny, and `segckpt estimate` is for real sizes.
 - Which blocks a class covers in a mode is its own matter ([families](../families.md)); where it
   covers fewer, it runs fewer again and keeps more.
-- With `torch-ffn` the two do not recompute the same parts everywhere: Flux.1's own class also
-  recomputes what stands beside the attention in single-stream blocks and is no module of its own.
+- With `torch-ffn` this package recomputes feed-forward modules. Classes draw other lines: MageFlow
+  and MiniMax H3 take the norm before it along, Flux.1 also what stands beside the attention in
+  single-stream blocks and is no module of its own. They keep less there, and run more again.
 - Chroma, HiDream and ZLab I1 give every block something of its own (a slice of the modulation, a
   Llama state, a skip connection), so no two of their blocks can run as one; Wan S2V adds the audio
   after some blocks, where its segments end.
