@@ -192,7 +192,8 @@ class CheckpointEntry:
         reason = "each block that came ran as one that is covered, by itself"
         self.effect = Effect((), (Condition("call", "past the model's forward", reason),))
         wrappers = self.backend.begin()
-        result = wrappers.covered(recomputable(block), *args, **kwargs)
+        recompute = wrappers.covered(self.forwards.config.keep)
+        result = recompute(recomputable(block), *args, **kwargs)
         if wrappers.offload is not None:
             wrappers.offload.finish()
         return result

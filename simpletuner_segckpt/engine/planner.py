@@ -91,10 +91,11 @@ class ForwardPlanner:
         interval = 0 if self.config.feed_forward_only else self.config.interval
         units = UnitsRun(
             self.units,
-            wrappers.covered,
+            wrappers,
             self.platform,
             interval,
             self.config.stride or self.config.interval,
+            self.config.keep,
         )
         return Forward(runs, units, conditions, inside, wrappers.offload)
 
@@ -112,10 +113,8 @@ class ForwardPlanner:
             planned.path,
             planned.schedule,
             blocks,
-            wrappers.covered,
+            wrappers,
             self.platform,
-            wrappers.gap,
-            wrappers.whole,
             carried,
             planned.segments if planned.strategy == "segmented" else (),
         )
@@ -135,7 +134,7 @@ class ForwardPlanner:
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
         if planned.path in self._streamed:
             whole = stack.recomputed_whole()
-            if stack.covered is not stack.whole or stack.schedule != whole.schedule:
+            if stack.recomputes_parts or stack.schedule != whole.schedule:
                 self.messages.warn(
                     "streamed",
                     f"{planned.path}: every block is recomputed as a whole, by itself: {SHARED}",
@@ -200,12 +199,12 @@ class ForwardPlanner:
                 )
             elif isinstance(run, RecordingRun):
                 self._learn_from(run)
-            whole = run.stack.covered is run.stack.whole  # whatever the backend is for
             plan = planned[run.stack.path]
-            self._say_shortfalls(replace(plan, feed_forward=()) if whole else plan, run)
+            parts = run.stack.recomputes_parts
+            self._say_shortfalls(plan if parts else replace(plan, feed_forward=()), run)
         attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
         if not self.stacks and attentions:
-            only_units = StackReport(UNITS, "per-block", self.units, kept=attentions)
+            only_units = StackReport(UNITS, "per-block", self.units.keeping(attentions))
             self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
@@ -242,10 +241,13 @@ class ForwardPlanner:
         ran = (*before, *reached)
         self._ran = {stack.path for stack in ran}
         schedules = self._schedules({stack.path: stack.blocks for stack in ran})
-        if any(stack.schedule != schedules[stack.path] for stack in ran):
+        scheduled = []
+        if any(stack.segments != schedules[stack.path].segments for stack in ran):
             self.proof_tables = self._nothing_proven()
             self.proofs = {}
-        scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
+        for stack in ran:
+            again = replace(stack.schedule, segments=schedules[stack.path].segments)
+            scheduled.append(replace(stack, schedule=again))
         self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
 
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:
