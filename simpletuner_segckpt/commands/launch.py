@@ -44,6 +44,20 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--config", required=True, metavar="FILE", help="JSON, TOML or env")
     made.add_argument(
+        "--model",
+        type=_class_path,
+        default=None,
+        metavar="PACKAGE.MODULE:CLASS",
+        help="a class whose models get the schedule in their first training forward, as those of "
+        "classes that families name do",
+    )
+    made.add_argument(
+        "--native",
+        action="store_true",
+        help="classes with set_gradient_checkpointing_* methods (SimpleTuner's) carry the keys out "
+        "themselves, in their own way",
+    )
+    made.add_argument(
         "--text-encoders",
         action="store_true",
         help="text encoders get the schedule as well; otherwise every block of theirs is "
@@ -73,9 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FamilyError, UsageError) as error:
         return refuse("launch", str(error))
 
-    from ..install.enablers import Refused, scheduled
+    from ..install.launched import Refused
+    from ..install.scheduled import scheduled
 
-    with _told(first), scheduled(settings, registry, text_encoders=options.text_encoders) as found:
+    with (
+        _told(first),
+        scheduled(
+            settings,
+            registry,
+            text_encoders=options.text_encoders,
+            asked_for=options.model or "",
+            native=options.native,
+        ) as found,
+    ):
         try:
             run()
         except Refused as error:
@@ -92,6 +116,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rule, reason = shortfall
         _report([f"{CODES[rule]} {reason}"])
         return 1
+
+
+def _class_path(written: str) -> str:
+    """The dotted path of a class that is written as ``package.module:Class``."""
+    module, colon, name = written.partition(":")
+    if not (colon and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))):
+        raise argparse.ArgumentTypeError(f"{written} is no package.module:Class")
+    return f"{module}.{name}"
 
 
 def _refused(checked: Checked, first: bool) -> int:

@@ -222,6 +222,11 @@ class CheckpointEntry:
         )
 
     @property
+    def is_training(self) -> bool:
+        """Whether a training forward with this schedule runs in this thread."""
+        return self._forward is not None
+
+    @property
     def _forward(self) -> Forward | None:
         """The record of the training forward that runs in this thread."""
         running = self.running.get(threading.get_ident(), ())
@@ -233,17 +238,23 @@ class CheckpointEntry:
         """Forward pre-hook of the model: decide how the blocks of this forward run."""
         if torch.compiler.is_compiling():
             self._prepare_compiled(module)
-            return
+        else:
+            self.open_in(sys._getframe(1), module, args, kwargs)
+
+    def open_in(
+        self, frame: FrameType, module: Module, args: tuple, kwargs: dict[str, Any]
+    ) -> None:
+        """The same of a forward that calls its hooks in ``frame``."""
         running = self._live(module)
         arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
         if torch.is_grad_enabled():
             self.on = self._enabled(module)
             forward = self.forwards.plan(module, arguments) if self.on else None
-            self._begin(module, Running(sys._getframe(1), forward), running)
+            self._begin(module, Running(frame, forward), running)
         else:
             for history in (self.history, self.overall):
                 history.without_gradients += 1
-            self._begin(module, Running(sys._getframe(1), None, self._pauses(module)), running)
+            self._begin(module, Running(frame, None, self._pauses(module)), running)
 
     def open_part(self, model: Module, part: Module, args: tuple) -> None:
         """Forward pre-hook of a part of the model, which may be called by itself."""
@@ -311,6 +322,9 @@ class CheckpointEntry:
         if forward is None:
             return None
         forward.finish()
+        if not forward.reached:
+            # The loop does not ask its checkpoint function, whatever its class says.
+            self.intercepts = True
         self.effect = forward.effect()
         self.forwards.learn(forward)
         for history in (self.history, self.overall):

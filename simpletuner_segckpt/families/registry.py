@@ -106,6 +106,16 @@ class FamilyRegistry:
         return sorted({family.family for family in self._families})
 
 
+def class_names(families: Iterable[Family]) -> set[str]:
+    """The names, without their packages, of all classes that families describe."""
+    paths: list[str] = []
+    for family in families:
+        paths += family.classes
+        paths += family.native.classes if family.native else ()
+        paths += (path for own in family.implementations for path in own.classes)
+    return {path.rpartition(".")[2] for path in paths}
+
+
 @cache
 def _shipped() -> tuple[Family, ...]:
     """Read once a process: the files do not change, and nor do families."""
@@ -175,12 +185,12 @@ def _of_flavour(families: list[Family], flavour: str | None) -> Family:
 
 def _as_class_has_it(family: Family, candidate: type) -> Family | None:
     """``family`` as the class has it; None where it does not describe the class."""
-    if any(_is_class(candidate, path) for path in family.classes):
+    if any(is_class(candidate, path) for path in family.classes):
         return family
     native = family.native.classes if family.native else ()
     of_setters = Implementation(trainer="SimpleTuner", classes=native, conditions=family.conditions)
     for own in (*family.implementations, of_setters):
-        if any(_is_class(candidate, path) for path in own.classes):
+        if any(is_class(candidate, path) for path in own.classes):
             return family.implemented_as(own)
     return None
 
@@ -189,7 +199,7 @@ def _spelling(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
-def _is_class(candidate: type, dotted: str) -> bool:
+def is_class(candidate: type, dotted: str) -> bool:
     """Whether ``dotted`` names ``candidate``; a package may re-export the class higher up."""
     module, _, name = dotted.rpartition(".")
     return candidate.__name__ == name and (candidate.__module__ + ".").startswith(module + ".")

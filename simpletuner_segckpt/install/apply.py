@@ -91,7 +91,7 @@ class Installation:
 
     def remove(self) -> None:
         """Leave the model as it was before ``apply``. Does nothing when that has been done."""
-        if self._owner is _entry_of(self.model) or self._owner is _setter_states.get(self.model):
+        if self._owner is entry_of(self.model) or self._owner is _setter_states.get(self.model):
             remove(self.model)
 
 
@@ -200,7 +200,7 @@ def remove(model: Module) -> None:
 
 
 def _owner_of(base: Module) -> CheckpointEntry | SetterState | None:
-    return _entry_of(base) or _setter_states.get(base)
+    return entry_of(base) or _setter_states.get(base)
 
 
 def _take_off(base: Module, owner: CheckpointEntry | SetterState | None) -> None:
@@ -309,10 +309,10 @@ def _gap_blocks(base: Module, report: Report) -> list[Module]:
 
 def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:
     """Raises ``UnsupportedModel`` when a part of the model has a schedule of another model."""
-    own = _entry_of(base)
+    own = entry_of(base)
     blocks = [block for path in stacks if path != UNITS for block in blocks_of(base, path)]
     entries = [getattr(module, CHECKPOINT_FUNCTION, None) for module in base.modules()]
-    entries += map(_entry_of, base.modules())
+    entries += map(entry_of, base.modules())
     entries += [block.__dict__.get(RECEIVER) for block in blocks]
     if any(isinstance(entry, CheckpointEntry) and entry is not own for entry in entries):
         raise UnsupportedModel(
@@ -347,7 +347,8 @@ def _parts(
     return found
 
 
-def _entry_of(base: Module) -> CheckpointEntry | None:
+def entry_of(base: Module) -> CheckpointEntry | None:
+    """What the loops of an unwrapped model go through, if it has a schedule."""
     for _, hook in hooks_on(base, "forward pre-hook"):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, CheckpointEntry):

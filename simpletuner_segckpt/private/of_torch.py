@@ -7,6 +7,7 @@ what a module is pickled as, and so have not changed since torch 0.1.
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -195,6 +196,70 @@ def global_forward_hooks() -> Iterator[Any]:
     """The forward hooks and pre-hooks of all modules of the process."""
     for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
         yield from getattr(torch_module, name, {}).values()
+
+
+def arguments_by_name(frame: FrameType) -> dict[str, Any]:
+    """The keyword arguments of the call of a module that calls its hooks in ``frame``.
+
+    torch hands them to no hook of all modules. Where they cannot be told there are none.
+    """
+    found = frame.f_locals.get("kwargs")
+    return dict(found) if isinstance(found, dict) else {}
+
+
+# What ``torch.utils.checkpoint.checkpoint`` leaves its work to: its two variants.
+_VARIANTS = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+
+
+@contextmanager
+def plain_checkpoints(is_plain: Callable[[Any, tuple], bool]) -> Iterator[bool]:
+    """Within this, checkpoint calls whose function and arguments ``is_plain`` just call it.
+
+    Those of this package are as ever. Whoever holds ``checkpoint`` itself holds what it always was,
+    for compilers too. Yields whether torch has what that takes.
+    """
+    own = [getattr(torch.utils.checkpoint, name, None) for name in _VARIANTS]
+    if None in own:
+        yield False
+        return
+    begin: Any
+    reentrant: Any
+    begin, reentrant = own
+
+    def begin_if_asked(function: Any, preserve: Any, *options: Any, **kwargs: Any) -> Any:
+        if _is_anothers() and is_plain(function, (*options, *kwargs.values())):
+            return _nothing_around()
+        return begin(function, preserve, *options, **kwargs)
+
+    class IfAsked(reentrant):
+        @classmethod
+        def apply(cls, function: Any, preserve: Any, *args: Any) -> Any:
+            if _is_anothers() and is_plain(function, args):
+                return function(*args)
+            return reentrant.apply(function, preserve, *args)
+
+    try:
+        for name, ours in zip(_VARIANTS, (begin_if_asked, IfAsked), strict=True):
+            setattr(torch.utils.checkpoint, name, ours)
+        yield True
+    finally:
+        for name, was in zip(_VARIANTS, own, strict=True):
+            setattr(torch.utils.checkpoint, name, was)
+
+
+def _nothing_around() -> Iterator[None]:
+    yield
+
+
+def _is_anothers() -> bool:
+    """Whether the checkpoint call that runs is made by code outside torch and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name != __name__ and not name.startswith("torch."):
+            return not name.startswith(__name__.partition(".")[0] + ".")
+        frame = frame.f_back
+    return True
 
 
 def mixed_precision_of(module: Any) -> Any:

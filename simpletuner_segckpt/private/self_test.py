@@ -3,6 +3,7 @@
 ``segckpt check`` runs this. Each test uses a name as the rest of this package does.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 from . import of_fake_tensors, of_libraries, of_tomlkit, of_torch
@@ -179,6 +181,35 @@ def _hooks() -> bool:
     module.register_full_backward_hook(lambda *_: None)
     tables = all(table in module.__dict__ for table in of_torch.FORWARD_HOOK_TABLES)
     return tables and len(list(of_torch.hooks_on(module))) == 4
+
+
+def _arguments_by_name() -> bool:
+    seen = []
+
+    def hook(module: nn.Module, args: tuple) -> None:
+        seen.append(of_torch.arguments_by_name(sys._getframe(1)))
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+        nn.Linear(1, 1)(input=torch.ones(1))
+    finally:
+        handle.remove()
+    return [list(found) for found in seen] == [["input"]]
+
+
+def _checkpoint_variants() -> bool:
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(of_torch.inside_checkpoint() or not torch.is_grad_enabled())
+        return tensor
+
+    seen: list[bool] = []
+    script = {"__name__": "a script", "checkpoint": checkpoint, "look": look}  # no call of ours
+    script["tensor"] = torch.ones(1, requires_grad=True)
+    for plain in ([look], []):
+        with of_torch.plain_checkpoints(lambda function, args, plain=plain: function in plain):  # type: ignore[misc]
+            for reentrant in (False, True):
+                eval(f"checkpoint(look, tensor, use_reentrant={reentrant})", script)
+    return seen == [False, False, True, True]
 
 
 def _global_hooks() -> bool:
@@ -354,6 +385,18 @@ NAMES = tuple(
             "such a call is not noticed, torch's own text is what users get, and keep looks at "
             "every operator",
             _inside_checkpoint,
+        ),
+        (
+            "torch.utils.checkpoint._checkpoint_without_reentrant_generator, CheckpointFunction",
+            "so that a script's own checkpoint calls around blocks give way to the schedule",
+            "such blocks are left to these calls",
+            _checkpoint_variants,
+        ),
+        (
+            "args and kwargs in Module._call_impl",
+            "to know the arguments of the forward in which a model is noticed",
+            "conditions on arguments are not seen in that first forward",
+            _arguments_by_name,
         ),
         (
             "diffusers.models.attention_dispatch._AttentionBackendRegistry._active_backend",
