@@ -152,12 +152,12 @@ def test_quantised_weights_that_are_streamed(caplog):
     quantize_(model.blocks, Int8WeightOnlyConfig())
     add_lora(model)
     expected = step(model, inputs)
-    own = [[p.qdata.clone() for p in quantised(block)] for block in model.blocks]
+    own = [[getattr(*place).clone() for place in integers(block)] for block in model.blocks]
     slots = [[data.clone() for data in own[0]] for _ in range(2)]
 
     def bring(block, args, index):
-        for weight, data, slot in zip(quantised(block), own[index], slots[index % 2], strict=True):
-            weight.qdata = slot.copy_(data)
+        for place, data, slot in zip(integers(block), own[index], slots[index % 2], strict=True):
+            setattr(*place, slot.copy_(data))
 
     for index, block in enumerate(model.blocks):
         block.register_forward_pre_hook(partial(bring, index=index))
@@ -168,5 +168,9 @@ def test_quantised_weights_that_are_streamed(caplog):
     assert caplog.text.count("SEG614 blocks") == 1
 
 
-def quantised(block):
-    return [p for p in block.parameters() if hasattr(p, "qdata")]
+def integers(block):
+    """Where the quantised weights of a block hold their int8 values: object and attribute."""
+    holders = [p for p in block.parameters() if hasattr(p, "__tensor_flatten__")]
+    holders = [getattr(p, "tensor_impl", p) for p in holders]  # of torchao before 0.18
+    names = ("int_data", "qdata")
+    return [(holder, name) for holder in holders for name in names if hasattr(holder, name)]

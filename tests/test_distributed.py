@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import simpletuner_segckpt
 from simpletuner_segckpt import UnsupportedModel, sharding_units
+from simpletuner_segckpt.model.tiny import is_before
 from simpletuner_segckpt.verify.step import Step, step
 
 CASES = Path(__file__).with_name("distributed_cases.py")
@@ -275,6 +276,7 @@ ATTENTIONS = {"wan": 5, "flux": 6, "sd3": 7}
 COLLECTIVES = {"ulysses": (4, 4), "ring": (1, 3)}
 
 
+@pytest.mark.skipif(is_before("0.38"), reason="its backward fails in diffusers 0.37")
 @pytest.mark.parametrize(("name", "kind"), CONTEXT_PARALLEL)
 def test_context_parallelism_of_diffusers(ranks, name, kind):
     """In segments, as without a schedule; with kept attention nothing is exchanged once more."""
