@@ -3,8 +3,10 @@
     python -m simpletuner_segckpt.launch --config config.json train.py --gradient_checkpointing ...
     accelerate launch -m simpletuner_segckpt.launch --config config.json train.py ...
     torchrun --nproc-per-node 2 -m simpletuner_segckpt.launch --config config.json train.py ...
+    python -m simpletuner_segckpt.launch simpletuner train
 
-Every model for which the script enables gradient checkpointing gets its schedule. What runs is
+Every model for which the script enables gradient checkpointing gets its schedule, and every one
+that trains and is of a known class. SimpleTuner's own config is found. What runs is
 said on standard error, by the first process, which also decides: the exit code is the script's, or
 1 when it ended well but nothing that the config asks for took effect or the schedule was refused,
 or 2 when it could not be started.
@@ -25,11 +27,15 @@ from types import ModuleType
 
 from ..config.file import read_config_file
 from ..config.settings import check_settings
+from ..config.simpletuner import config_of_trainer
+from ..config_schema import PREFIX
 from ..families.registry import FamilyRegistry
 from ..messages.errors import FamilyError, UsageError, reason_of
 from ..messages.findings import CODES
 from ..messages.log import logger
+from ..private.of_simpletuner import package_folder
 from ..schedules.checked_file import Checked, check_file
+from . import simpletuner
 from .output import command, refuse
 from .printing import print_text
 
@@ -38,11 +44,16 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="segckpt launch",
         description="Run a training script as it is. Every model for which it enables gradient "
-        "checkpointing gets the schedule of the config.",
+        "checkpointing, or that trains and is of a class that a family names, gets the schedule of "
+        "the config.",
         epilog="exit codes: the script's own; 1 when it ended well but nothing that the config "
         "asks for took effect, or the config is wrong; 2 could not run",
     )
-    made.add_argument("--config", required=True, metavar="FILE", help="JSON, TOML or env")
+    made.add_argument(
+        "--config",
+        metavar="FILE",
+        help="JSON, TOML or env; for SimpleTuner by default the file that it reads itself",
+    )
     made.add_argument(
         "--model",
         type=_class_path,
@@ -75,9 +86,13 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     first = os.environ.get("RANK", "0") == "0"
+    of_simpletuner = simpletuner.is_trainer(options.script, options.module)
     try:
+        if simpletuner.is_command(options.script, options.module):
+            return simpletuner.start(_passed_on(options), options.arguments)
+        config = options.config or _found_config(of_simpletuner)
         registry = FamilyRegistry.default(options.families)
-        file = read_config_file(options.config)
+        file = read_config_file(config)
         checked = check_file(file, registry)
         settings, _ = check_settings(file)
         if checked.exit_code or settings is None:
@@ -101,9 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ) as found,
     ):
         try:
+            if not settings.checkpointing.enabled:
+                logger.info("`%s` is off in %s: nothing is recomputed", PREFIX, config)
+            if of_simpletuner:
+                if not options.config:
+                    logger.info("%s is read, as SimpleTuner does", config)
+                simpletuner.make_keys_known(native=options.native)
             run()
         except Refused as error:
-            return _refused(Checked(options.config, list(error.findings)), first)
+            return _refused(Checked(str(config), list(error.findings)), first)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -116,6 +137,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rule, reason = shortfall
         _report([f"{CODES[rule]} {reason}"])
         return 1
+
+
+def _found_config(of_simpletuner: bool) -> str:
+    """The config of a script that is SimpleTuner's. Raises ``UsageError``."""
+    if not of_simpletuner:
+        raise UsageError("--config FILE is needed: it holds the gradient_checkpointing keys")
+    return str(config_of_trainer(os.environ, package_folder()))
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    """The options of this command for one that another process runs."""
+    given = ["--native"] if options.native else []
+    given += ["--text-encoders"] if options.text_encoders else []
+    for folder in options.families:
+        given += ["--families", folder]
+    if options.config:
+        given += ["--config", os.path.abspath(options.config)]
+    if options.model:
+        module, _, name = options.model.rpartition(".")
+        given += ["--model", f"{module}:{name}"]
+    return given
 
 
 def _class_path(written: str) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from . import of_fake_tensors, of_libraries, of_tomlkit, of_torch
+from . import of_fake_tensors, of_libraries, of_simpletuner, of_tomlkit, of_torch
 
 
 @dataclass(frozen=True)
@@ -334,6 +334,13 @@ def _peft() -> bool:
     )
 
 
+def _simpletuner() -> bool:
+    """True where it is not installed, too."""
+    if of_simpletuner.package_folder() is None:
+        return True
+    return of_simpletuner.argument_parser() is not None and of_simpletuner.starter() is not None
+
+
 def _accelerate() -> bool:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
@@ -530,6 +537,12 @@ NAMES = tuple(
             "to see accelerate's hooks on blocks",
             "offloading by accelerate is not seen",
             _accelerate,
+        ),
+        (
+            f"{of_simpletuner.PARSER}, {of_simpletuner.STARTER}",
+            "to launch SimpleTuner with our keys in its config",
+            "its parser ends on them, and `simpletuner train` cannot be launched",
+            _simpletuner,
         ),
         (
             "Container.body of tomlkit",
