@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
+from ..model.compiled import NO_SEGMENTS, NOT_SHOWN, SEGMENTS_IN_GRAPHS
 from ..model.foreign_hooks import (
     hook_boundaries,
     hook_everywhere,
@@ -35,6 +36,7 @@ from .recording import RecordingRun
 from .runs import StackRun, UnitsRun
 from .segmented import SegmentedRun
 from .streamed import SHARED, MemoryWatch
+from .traced import TracedStack, parameters_of
 
 
 class ForwardPlanner:
@@ -72,6 +74,7 @@ class ForwardPlanner:
         # By stack path: what was shown, and what of it last.
         self.proof_tables = self._nothing_proven()
         self.proofs: dict[str, Proof] = {}
+        self.lost_in_graph: dict[str, str] = {}  # by stack path, why a traced one has no segments
         self.drifts: dict[str, str] = {}  # by stack path, where its family file was wrong
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
@@ -180,6 +183,54 @@ class ForwardPlanner:
             self._say_per_block(planned.path, proof.reason)
         stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
+
+    def plan_traced(
+        self, blocks: Mapping[str, Sequence[Module]], given: tuple[Any, ...] | None
+    ) -> tuple[TracedStack, ...]:
+        """How the blocks of a forward run that is being traced; ``given`` is its shape of call.
+
+        None stands for one that holds a dict, of which nothing is known.
+        """
+        self.lost_in_graph = {}
+        return tuple(self._traced(stack, blocks[stack.path], given) for stack in self.stacks)
+
+    def _traced(
+        self, planned: StackReport, blocks: Sequence[Module], given: tuple[Any, ...] | None
+    ) -> TracedStack:
+        alone = TracedStack.of(planned.path, planned.schedule)
+        if planned.strategy != "segmented" or not _has_segments(planned.schedule):
+            return alone
+        schedule, carried, why = self._known_of(planned, blocks, given)
+        if why:
+            self.lost_in_graph[planned.path] = why
+            return alone
+        return TracedStack.of(planned.path, schedule, carried, parameters_of(blocks))
+
+    def _known_of(
+        self, planned: StackReport, blocks: Sequence[Module], given: tuple[Any, ...] | None
+    ) -> tuple[Schedule, dict[str, int], str]:
+        """The schedule of a stack for a graph, what is carried, and why it cannot be segmented."""
+        nothing: tuple[Schedule, dict[str, int]] = planned.schedule, {}
+        if not SEGMENTS_IN_GRAPHS:
+            return *nothing, NO_SEGMENTS
+        if given is None:
+            return *nothing, "an argument of this forward is a dict, which may be anything"
+        names = {name for name, value in given[1:] if value is not False}
+        forced = (c for c in self.conditions if c.name in names and c.concerns(planned.path))
+        if condition := next(forced, None):
+            return *nothing, str(condition)
+        hooks = hook_boundaries(planned.path, blocks, alone=True)
+        if hooks or hook_everywhere():
+            return *nothing, next(iter(hooks.values()), "there is a hook on all modules")
+        proof = self.proof_tables[planned.path].get(CallShape(given))
+        if proof is None:
+            carried = dict(self.carried.get(planned.path, {}))
+            return planned.schedule, carried, "" if carried else NOT_SHOWN
+        links = [link for s in proof.schedule.segments for link in proof.links(s)]
+        same = all(link.by_name == links[0].by_name for link in links)
+        if not links or not same:
+            return *nothing, proof.reason or NOT_SHOWN
+        return proof.schedule, links[0].by_name, ""
 
     def _judge(self, path: str, shared: bool) -> None:
         """A forward is over in which the memory of a stack's blocks was watched."""
