@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from toys import TOY_FAMILY, WIDTH, Block, Doorless, WithDoor, Wrapper, toy
@@ -141,6 +141,19 @@ def test_one_that_is_asked_for_and_never_comes(launched):
     assert (rule, reason) == ("never-enabled", f"no training forward of a {DOORLESS} was seen")
 
 
+def test_the_hook_goes_when_a_model_trains_that_the_script_switched_on():
+    """Of a class that nobody looks for, which ran before."""
+    model, inputs = toy(WithDoor)
+    with scheduled(load_settings(keys(2, 3)), FamilyRegistry.shipped()) as found:
+        train(model, inputs)
+        model.enable_gradient_checkpointing()
+        train(model, inputs)
+        assert torch_module._global_forward_pre_hooks
+        train(model, inputs)
+        assert not torch_module._global_forward_pre_hooks
+    assert len(found.models) == 1
+
+
 def test_off_installs_nothing(launched, runs):
     model, inputs = toy(WithDoor)
     with launched({"gradient_checkpointing": False}) as found:
@@ -212,6 +225,8 @@ def wrapped(kind, model):
         return get_peft_model(model, LoraConfig(target_modules=["inner"]))
     if kind == "ddp":
         return DistributedDataParallel(model)
+    if kind == "fsdp1":  # whose parameters are the wrapper's
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     if kind == "fsdp2":
         for block in model.blocks:
             fully_shard(block)
@@ -230,7 +245,7 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["peft", "ddp", "fsdp2", "regional"])
+@pytest.mark.parametrize("kind", ["peft", "ddp", "fsdp1", "fsdp2", "regional"])
 def test_wrapped_models(group, launched, runs, kind):
     model, inputs = toy(WithDoor)
     model = wrapped(kind, model)

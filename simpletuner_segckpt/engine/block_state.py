@@ -41,7 +41,8 @@ def held_by(tensor: Tensor) -> Iterator[Tensor]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from held_by(getattr(tensor, name))
+            if isinstance(inner := getattr(tensor, name), Tensor):  # and no DeviceMesh
+                yield from held_by(inner)
         return
     # Any other class that dispatches for itself keeps its memory where nobody can ask for it.
     plain = type(tensor) in (Tensor, Parameter)

@@ -30,9 +30,15 @@ from torch.utils.hooks import RemovableHandle
 from ..messages.log import logger
 from ..model.compiled import AS_A_WHOLE, try_oldest_first
 from ..model.flags import SWITCH, CheckpointFlags, described
-from ..model.interception import RECEIVER, intercept, original_call, release
+from ..model.interception import (
+    RECEIVER,
+    block_function,
+    intercept,
+    original_call,
+    release,
+)
 from ..model.kv_cache import cache_makers
-from ..model.stacks import blocks_of
+from ..model.stacks import blocks_of, units_of
 from ..private.of_torch import hooks_on, inside_checkpoint
 from ..recompute.backend import plainly
 from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
@@ -80,6 +86,8 @@ class CheckpointEntry:
     flags: the modules that ask for a checkpoint function.
     blocks: of each stack, for calls that are compiled, which find their place by identity.
     intercepts: whether calls come from the blocks themselves, so that the loop must not ask.
+    functions: by stack path, the function that runs its blocks, where the loop calls no block.
+    units: paths of the modules of no stack that run one by one, in which ``*`` is any name.
     parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
     """
 
@@ -92,6 +100,8 @@ class CheckpointEntry:
         *,
         blocks: Mapping[str, Sequence[Module]] | None = None,
         intercepts: bool = False,
+        functions: Mapping[str, str] | None = None,
+        units: Sequence[str] = (),
         parts: Mapping[str, Mapping[SubmoduleKind, Sequence[str]]] | None = None,
     ):
         self.report = report
@@ -101,9 +111,11 @@ class CheckpointEntry:
         self.parameters = tuple(parameters)
         self.flags = flags
         self.intercepts = intercepts
+        self.functions = dict(functions or {})
+        self.units = tuple(units)
         self.parts = dict(parts or {})
-        # A text, since compiled code is held to the texts that its trace has read: other code is made
-        # for another schedule.
+        # A text, since compiled code is held to the texts that its trace has read: for another
+        # schedule other code is made.
         self.schedule = f"{report}{next(_installed)}"
         # Why checkpointing stays switched off, if it does.
         self.off = next((str(condition) for condition in report.conditions if condition.off), "")
@@ -162,9 +174,7 @@ class CheckpointEntry:
             yield "nothing is moved to CPU memory"
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _plan_traced(
-        self, given: tuple[Any, ...] | None, schedule: str
-    ) -> tuple[TracedStack, ...]:
+    def _plan_traced(self, given: tuple[Any, ...] | None, schedule: str) -> tuple[TracedStack, ...]:
         """How the blocks of a traced forward run; asked by the compiler itself.
 
         It also says what is lost, since a traced forward cannot. given: as ``given_in``.
@@ -521,7 +531,12 @@ class CheckpointEntry:
         In every forward: a compiler or FSDP may have put a wrapper around them.
         """
         for stack in self.forwards.stacks if self.intercepts or self._outside is not None else ():
-            intercept(blocks_of(module, stack.path), self)
+            name = self.functions.get(stack.path)
+            function = block_function(type(module), name) if name else None
+            intercept(blocks_of(module, stack.path), self, function)
+        if self.intercepts and self.units:
+            stacks = [stack.path for stack in self.forwards.stacks]
+            intercept(map(module.get_submodule, units_of(module, self.units, stacks)), self)
 
     def intercept_submodules(self, module: Module) -> None:
         """Have the parts of the blocks run as the block around them wants it.

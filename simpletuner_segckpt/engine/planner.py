@@ -227,7 +227,7 @@ class ForwardPlanner:
             carried = dict(self.carried.get(planned.path, {}))
             return planned.schedule, carried, "" if carried else NOT_SHOWN
         links = [link for s in proof.schedule.segments for link in proof.links(s)]
-        same = all(link.by_name == links[0].by_name for link in links)
+        same = all(link.by_name == links[0].by_name and not link.anew for link in links)
         if not links or not same:
             return *nothing, proof.reason or NOT_SHOWN
         return proof.schedule, links[0].by_name, ""

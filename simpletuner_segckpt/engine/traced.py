@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..messages.errors import SegmentBroken
-from ..model.wrappers import unwrapped
+from ..model.interception import what_runs
 from ..schedules.schedule import Schedule
 
 
@@ -94,7 +94,7 @@ def given_in(arguments: dict[str, Any], training: bool) -> tuple[Any, ...] | Non
 
 def parameters_of(blocks: Sequence[Module]) -> tuple[str, ...]:
     """The names of the parameters that all blocks of a stack have; empty where they differ."""
-    found = {tuple(inspect.signature(type(unwrapped(b)).forward).parameters)[1:] for b in blocks}
+    found = {tuple(inspect.signature(what_runs(block)).parameters)[1:] for block in blocks}
     return found.pop() if len(found) == 1 else ()
 
 

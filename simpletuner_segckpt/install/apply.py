@@ -277,6 +277,8 @@ def _entry_for(
         and takes_checkpoint_function(base)
     )
     conditions = family.conditions if family else ()
+    described = ((s.path, family.stack_at(s.path)) for s in report.stacks) if family else ()
+    functions = {path: stack.called_by for path, stack in described if stack and stack.called_by}
     forwards = ForwardPlanner(
         report.stacks,
         settings.checkpointing,
@@ -290,7 +292,9 @@ def _entry_for(
         list(signature(type(base).forward).parameters)[1:],
         flags,
         blocks={s.path: blocks_of(base, s.path) for s in report.stacks if s.path != UNITS},
-        intercepts=bool(family and family.keyword_loop) or not asks_function,
+        intercepts=bool(functions or (family and family.keyword_loop)) or not asks_function,
+        functions=functions,
+        units=family.units if family else (),
         parts=_parts(report, family, settings.checkpointing),
     )
 

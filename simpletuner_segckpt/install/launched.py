@@ -1,5 +1,6 @@
 """The models of a training script that runs under a config, and what became of each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakSet
@@ -61,6 +62,7 @@ class Launched:
 
     text_encoders: whether these have the config's schedule, too. asked_for: the dotted path of a
     class whose models have it. native: whether classes with setters for the keys carry them out.
+    installed: is told the class of each model that has a schedule.
     """
 
     settings: Settings
@@ -68,6 +70,7 @@ class Launched:
     text_encoders: bool = False
     asked_for: str = ""
     native: bool = False
+    installed: Callable[[type], None] = lambda kind: None
     models: list[SwitchedOn] = field(default_factory=list)
     _known: WeakSet[Module] = field(default_factory=WeakSet)
     _applying: bool = False
@@ -135,6 +138,7 @@ class Launched:
         else:
             history = overall_history(installation)
             self.models.append(SwitchedOn(name, as_asked, installation.report, history))
+            self.installed(type(model))
         finally:
             self._applying = False
 
@@ -145,6 +149,7 @@ class Launched:
             name = type(model).__name__
             logger.info("%s has a schedule that the script itself applied, and keeps it", name)
             self.models.append(SwitchedOn(name, True, report, history))
+            self.installed(type(model))
 
     def _is_text_encoder(self, model: Module) -> bool:
         """Whether it is a transformers model that no family is about."""

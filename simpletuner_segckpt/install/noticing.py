@@ -44,6 +44,10 @@ class Noticing:
         self._noticed: WeakSet[Module] = WeakSet()
         self._handle = register_module_forward_pre_hook(self)
 
+    def look_for(self, kind: type) -> None:
+        """Models of this class count, too: one has its schedule."""
+        self._kinds[kind] = True
+
     def stop(self) -> None:
         """Take the hook away."""
         self._handle.remove()
@@ -67,9 +71,9 @@ class Noticing:
                 self.stop()
             return
         arguments = arguments_by_name(frame)
-        if not self._wanted(type(base)) or not _trains(base, (args, arguments)):
-            return
         had = entry_of(base)
+        if had is None and not (self._wanted(type(base)) and _trains(module, (args, arguments))):
+            return
         self._notice(base)
         if self._done() and any(is_compiled(inner) for inner in module.modules()):
             self.stop()  # what is compiled while a hook is there is compiled again without it
@@ -93,12 +97,12 @@ def _trains(model: Module, arguments: Any) -> bool:
 @contextmanager
 def noticing(
     wanted: Callable[[type], bool], notice: Callable[[Module], None], done: Callable[[], bool]
-) -> Iterator[None]:
+) -> Iterator[Noticing]:
     """Within this, models of ``wanted`` classes are handed to ``notice`` when they first train."""
     # What torch says of any global hook; this one looks through the compiler's wrapper.
     filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
     hook = Noticing(wanted, notice, done)
     try:
-        yield
+        yield hook
     finally:
         hook.stop()

@@ -40,6 +40,7 @@ def scheduled(
     with ExitStack() as lasting:
         lasting.enter_context(installed_when_enabled(launched))
         if settings.checkpointing.enabled:
-            lasting.enter_context(noticing(launched.wants, launched.notice, launched.is_served))
+            hook = noticing(launched.wants, launched.notice, launched.is_served)
+            launched.installed = lasting.enter_context(hook).look_for
             lasting.enter_context(plain_around_blocks())
         yield launched
