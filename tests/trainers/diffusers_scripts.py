@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,14 @@ SCHEDULES = (
 
 
 @dataclass(frozen=True)
+class Ran:
+    """How a stack last ran, and why it never had segments."""
+
+    picture: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Run:
     """The weights that a run saved and what ``launch`` said, or why there are none."""
 
@@ -175,50 +183,60 @@ def _difference(launched: Run, plain: Run, schedule: Schedule) -> str:
     others = [name for name, value in plain.weights.items() if launched.weights[name] != value]
     if others:
         return f"{len(others)} of {len(plain.weights)} saved tensors differ, as {others[0]}"
-    stacks = _stacks(launched.said)
-    if not stacks:
-        return f"no report of {STEPS} training forwards"
+    models = _models(launched.said)
+    faults = [_unplanned(model, stacks, schedule) for model, stacks in models.items()]
+    return "; ".join(filter(None, faults)) if models else "no report of what ran"
+
+
+def _unplanned(model: str, stacks: Mapping[str, Ran], schedule: Schedule) -> str:
+    """Where other blocks of a model were run again than the keys say, if anywhere."""
     spared = 0
-    for stack, (picture, _) in stacks.items():
-        blocks = re.findall(r"\d+", picture)
-        again = {
-            int(block) for part in re.findall(r"\[.*?\]", picture) for block in part[1:-1].split()
-        }
-        planned = schedule.again(len(blocks))
+    for stack, ran in stacks.items():
+        groups = re.findall(r"\[(.*?)\]", ran.picture)
+        again = {int(block) for group in groups for block in group.split()}
+        planned = schedule.again(len(re.findall(r"\d+", ran.picture)))
         if not again <= planned:
-            return f"{stack} ran {picture}, planned {sorted(planned)}"
+            return f"{model}.{stack} ran {ran.picture}, planned {sorted(planned)}"
         spared += len(planned - again)
-    if spared != schedule.keep_last:
-        return f"{spared} blocks more than planned were not run again"
+    if not stacks or spared != schedule.keep_last:
+        return f"{spared} blocks of {model} were spared, planned {schedule.keep_last}"
     return ""
 
 
-def _stacks(said: str) -> dict[str, tuple[str, str]]:
-    """Stack -> its blocks as they last ran, and why one by one, from ``launch``'s last words."""
-    head = rf"^segckpt: \w+, forwards: {STEPS} training.*\n"
-    trained = re.search(rf"{head}((?:segckpt:   .*\n)+)", said, re.MULTILINE)
-    stacks: dict[str, tuple[str, str]] = {}
-    for line in trained[1].splitlines() if trained else ():
-        text = line.removeprefix("segckpt:   ")
-        if text.startswith("  "):
-            stack, (picture, reason) = stacks.popitem()
-            stacks[stack] = (f"{picture} {text.strip()}".strip(), reason)
+def _models(said: str) -> dict[str, dict[str, Ran]]:
+    """Model -> its stacks, from ``launch``'s last words."""
+    models: dict[str, dict[str, Ran]] = {}
+    stacks: dict[str, Ran] | None = None
+    for line in said.splitlines():
+        if model := re.match(rf"segckpt: (\w+), forwards: {STEPS} training", line):
+            stacks = models.setdefault(model[1], {})
+        elif stacks is None or not line.startswith("segckpt:   "):
+            stacks = None
+        elif line.startswith("segckpt:     "):
+            stack, ran = stacks.popitem()
+            picture = f"{ran.picture} {line.removeprefix('segckpt:').strip()}".strip()
+            stacks[stack] = Ran(picture, ran.reason)
         else:
-            stack, how = text.split(": ", 1)
+            stack, how = line.removeprefix("segckpt:   ").split(": ", 1)
             alone = re.fullmatch(rf"per-block in {STEPS} \((.*)\)", how)
-            stacks[stack] = ("", alone[1] if alone else "")
-    return stacks
+            stacks[stack] = Ran("", alone[1] if alone else "")
+    return models
 
 
 def _shown(said: str, *, reasons: bool) -> str:
-    """The stacks that ran alike together; with ``reasons`` why some had no segments."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for stack, ran in _stacks(said).items():
-        alike.setdefault(ran, []).append(f"`{stack}`")
-    return "; ".join(
-        f"{', '.join(stacks)}: {picture}" + (f" ({reason})" if reason and reasons else "")
-        for (picture, reason), stacks in alike.items()
-    )
+    """What ran, stacks that ran alike together; with ``reasons`` why some had no segments."""
+    models = _models(said)
+    shown = []
+    for model, stacks in models.items():
+        alike: dict[Ran, list[str]] = {}
+        for stack, ran in stacks.items():
+            alike.setdefault(ran if reasons else replace(ran, reason=""), []).append(f"`{stack}`")
+        parts = [
+            f"{', '.join(names)}: {ran.picture}" + (f" ({ran.reason})" if ran.reason else "")
+            for ran, names in alike.items()
+        ]
+        shown.append((f"{model}: " if len(models) > 1 else "") + "; ".join(parts))
+    return "<br>".join(shown)
 
 
 def _run(
