@@ -42,6 +42,8 @@ def randomised(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.05)
+        if isinstance(table := getattr(model, "pos_embed", None), torch.Tensor):
+            table.normal_(std=0.05)  # SD3's waits for its weights
     return model
 
 
