@@ -7,7 +7,7 @@ CONFIGS := $(addprefix examples/flux_lora/configs/,none.json layer.json layer-ke
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test slow floors newest check lint sweep bench clean
+.PHONY: demo test slow floors newest check lint sweep bench trainers clean
 
 demo: .venv/installed
 	@echo "Five short training runs: about two minutes on 2 idle cores."
@@ -57,6 +57,13 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/keep_attention.py
 
+# Scripts of trainers with and without `launch`, from a checkout of diffusers and from an environment with SimpleTuner
+# and this package; docs/trainers/proven.md is what came of it:
+#     make trainers DIFFUSERS=path/to/checkout SIMPLETUNER_PYTHON=path/to/python
+trainers: .venv/installed $(if $(DIFFUSERS),.venv/trainers)
+	$(BIN)/python tests/trainers $(if $(DIFFUSERS),--diffusers $(DIFFUSERS) --packages .venv/trainers) \
+		$(if $(SIMPLETUNER_PYTHON),--simpletuner $(SIMPLETUNER_PYTHON)) --page docs/trainers/proven.md
+
 # torch first and by itself: it is what the constraints pin to a build for this machine. pip shows its progress.
 .venv/installed: pyproject.toml constraints.txt
 	@echo "Installing torch, diffusers and more into .venv: on a first start one to several minutes, depending on the network."
@@ -85,6 +92,12 @@ bench: .venv/installed
 	rm -rf $@
 	$(PIP) setuptools wheel
 	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target $@ "deepspeed>=0.19.8" hjson msgpack py-cpuinfo ninja
+
+# What only the scripts of trainers need, without torch once more.
+.venv/trainers: .venv/installed
+	@echo "Installing torchvision, datasets and decord for the scripts of trainers; later starts skip it."
+	rm -rf $@
+	$(PIP) --no-deps --target $@ torchvision datasets decord pandas pyarrow dill multiprocess xxhash python-dateutil six
 
 # By itself: with SciPy, transformers takes a third of a second longer to import.
 .venv/sweep: .venv/installed

@@ -51,6 +51,28 @@ class Setters(ModelMixin, ConfigMixin):
         return block(hidden_states, temb)
 
 
+class Switches(Setters):
+    """Is switched by an attribute of another name, and by methods of its own."""
+
+    def __init__(self, depth: int = 6):
+        super().__init__(depth)
+        del self.gradient_checkpointing
+        self.checkpoint = False
+
+    def enable_gradient_checkpointing(self):
+        self.checkpoint = True
+
+    def disable_gradient_checkpointing(self):
+        self.checkpoint = False
+
+    def run(self, block, hidden_states, temb):
+        if self.checkpoint and self.training:
+            return torch.utils.checkpoint.checkpoint(
+                block, hidden_states, temb, use_reentrant=False
+            )
+        return block(hidden_states, temb)
+
+
 class Turns(Setters):
     """Hands the state on in another order of dimensions, and back."""
 
@@ -119,7 +141,7 @@ def applied(cls, **more):
     return model, inputs, expected, installation
 
 
-@pytest.mark.parametrize("cls", [Setters, Turns, Views, Tables, Functions])
+@pytest.mark.parametrize("cls", [Setters, Switches, Turns, Views, Tables, Functions])
 def test_what_a_loop_does_between_blocks_without_computing_costs_no_segment(cls):
     model, inputs, expected, installation = applied(cls)
     for switch in (model.enable_gradient_checkpointing, model.disable_gradient_checkpointing) * 2:

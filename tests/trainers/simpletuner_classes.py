@@ -463,10 +463,12 @@ NOTES = """
 - Nothing here is a prediction: the models are tiny, and `segckpt estimate` is for real sizes.
 - Which blocks a class covers in a mode is its own matter ([families](../families.md)); where it
   covers fewer, it runs fewer again and keeps more.
-- With `torch-ffn` the two do not recompute the same parts everywhere: Flux.1's own class also
-  recomputes what stands beside the attention in single-stream blocks and is no module of its own.
+- With `torch-ffn` this package recomputes feed-forward modules. Classes draw other lines: MageFlow
+  and MiniMax H3 take the norm before it along, Flux.1 also what stands beside the attention in
+  single-stream blocks and is no module of its own. They keep less there, and run more again.
 - Chroma, HiDream and ZLab I1 give every block something of its own (a slice of the modulation, a
-  Llama state, a skip connection), so no two of their blocks can run as one; Wan S2V adds the audio
+  Llama state, a skip connection), so no two of their blocks can run as one. ZLab I1's own class
+  hands the skip connections through its segments, and keeps less there. Wan S2V adds the audio
   after some blocks, where its segments end.
 """
 

@@ -263,94 +263,15 @@ def _environment(python: str, folder: Path) -> dict[str, str]:
 
 def make(folder: Path) -> None:
     """Random weights in the shape of a Flux pipeline, and a few images with captions."""
-    import numpy
     import torch
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        FluxPipeline,
-        FluxTransformer2DModel,
-    )
-    from PIL import Image
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import (
-        CLIPTextConfig,
-        CLIPTextModel,
-        CLIPTokenizer,
-        PreTrainedTokenizerFast,
-        T5Config,
-        T5EncoderModel,
-        T5TokenizerFast,
-    )
+    from tiny_pipelines import flux, images
 
     torch.manual_seed(0)
-    pipeline = folder / "pipeline"
-    clip, t5 = folder / "clip", folder / "t5"
-    letters = [chr(code) for code in range(33, 127)]
-    vocabulary = [*letters, *(f"{letter}</w>" for letter in letters)]
-    vocabulary += ["<|startoftext|>", "<|endoftext|>"]
-    clip.mkdir()
-    (clip / "vocab.json").write_text(json.dumps({word: k for k, word in enumerate(vocabulary)}))
-    (clip / "merges.txt").write_text("#version: 0.2\n")
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
-    tokenizer = Tokenizer(models.Unigram([*pieces, *((c, -3.0) for c in letters)], unk_id=2))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", 1)]
-    )
-    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(t5)
-    size = len(vocabulary)
-    FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-        vae=AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(8,) * 4,
-            latent_channels=16,
-            norm_num_groups=4,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.0,
-            scaling_factor=1.0,
-        ),
-        text_encoder=CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=size,
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                projection_dim=32,
-                bos_token_id=size - 2,
-                eos_token_id=size - 1,
-                pad_token_id=size - 1,
-            )
-        ),
-        tokenizer=CLIPTokenizer.from_pretrained(clip, model_max_length=77),
-        text_encoder_2=T5EncoderModel(
-            T5Config(vocab_size=size, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2)
-        ),
-        tokenizer_2=T5TokenizerFast.from_pretrained(t5, model_max_length=512),
-        transformer=FluxTransformer2DModel(
-            in_channels=64,
-            num_layers=BLOCKS[0],
-            num_single_layers=BLOCKS[1],
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            pooled_projection_dim=32,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 4, 8),
-        ),
-    ).save_pretrained(pipeline)
-    images = folder / "images"
-    images.mkdir()
-    random = numpy.random.default_rng(0)
-    for number in range(4):
-        pixels = random.integers(0, 255, (64, 64, 3), dtype=numpy.uint8)
-        Image.fromarray(pixels).save(images / f"{number}.png")
-        (images / f"{number}.txt").write_text(f"a photo of number {number}")
+    tokenizers = folder / "tokenizers"
+    tokenizers.mkdir()
+    flux(tokenizers, BLOCKS).save_pretrained(folder / "pipeline")
+    for image, caption in images(folder / "images").items():
+        image.with_suffix(".txt").write_text(caption)
 
 
 def main() -> int:
