@@ -38,8 +38,8 @@ FAULTS = [
         "the wrong result goes into the next block",
         "conditions",
         "engine/links.py",
-        "following[argument] = produced[index]",
-        "following[argument] = produced[index - 1]",
+        "fed.setdefault(place, {})[leaf] = produced[source]",
+        "fed.setdefault(place, {})[leaf] = produced[source - 1]",
     ),
     Fault(
         "a follower's arguments are not checked",
@@ -108,7 +108,7 @@ FAULTS = [
         "segments are not tried out on unknown models",
         "unseen",
         "engine/planner.py",
-        "replay=not self.described",
+        "replay=probed",
         "replay=False",
     ),
     Fault(
@@ -129,7 +129,7 @@ FAULTS = [
         "hooks of others are not looked for",
         "conditions",
         "engine/planner.py",
-        "hooks = hook_boundaries(planned.path, blocks, alone=not self.described)",
+        "hooks = hook_boundaries(planned.path, blocks, alone=not carried)",
         "pass",
     ),
     Fault(

@@ -729,7 +729,7 @@ def test_a_backward_that_reads_twice_what_it_saved():
         Recompute()(block, x).sum().backward()
     runs.clear()
     backend = Backend(CheckpointingConfig(), None)
-    loss = backend.begin((read_again,)).covered(block, x).sum()
+    loss = backend.begin((read_again,)).covered()(block, x).sum()
     for _ in range(2):
         [found] = torch.autograd.grad(loss, x, retain_graph=True)
         assert torch.equal(found, expected)

@@ -106,8 +106,8 @@ def test_a_list(line, key, value):
         ),
         (
             "TRAINER_EXTRA_ARGS=--gradient_checkpointing_keep=ffn",
-            "config.env:1:1: SEG304 warning: `--gradient_checkpointing_keep` is an option that "
-            "SimpleTuner refuses; write GRADIENT_CHECKPOINTING_KEEP=ffn",
+            "config.env:1:1: SEG304 warning: `--gradient_checkpointing_keep` ends SimpleTuner "
+            "unless `segckpt launch` starts it; write GRADIENT_CHECKPOINTING_KEEP=ffn",
         ),
         (
             "GRADIENT_CHECKPOINTING_INTERVALS=2",

@@ -1,6 +1,7 @@
 """Where the mode is open that meets the operators to be kept: at them, and hardly anywhere else."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from training import add_lora, keys, model_and_inputs
 
 import simpletuner_segckpt
 from simpletuner_segckpt.recompute import kept_outputs
-from simpletuner_segckpt.verify.step import step
+from simpletuner_segckpt.verify.step import counted, step
 
 KEEP = "gradient_checkpointing_keep"
 BOTH = {KEEP: ["attention", "ffn"]}
@@ -127,3 +128,28 @@ def test_calls_that_go_another_way_than_the_one_before(attending, first):
             if number:
                 assert installation.effect["blocks"].kept["attention"] == times
                 assert runs == times
+
+
+def test_every_block_may_keep_something_else():
+    """A plan of a forward says of each block what it keeps."""
+    model, inputs = model_and_inputs("wan", num_layers=6)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, {KEEP: ["attention", "ffn"]} | keys(2))
+    [planned] = installation.report.stacks
+    segments = (range(0, 2), range(2, 3), range(3, 4), range(4, 5))
+    each = ((), (), ("attention",), ("attention", "ffn"), ("ffn",), ())
+    schedule = replace(planned.schedule, segments=segments, kept=each)
+    installation._owner.forwards.stacks = (replace(planned, schedule=schedule),)
+    for _ in range(3):
+        with counted(model, ["blocks"]) as calls:
+            assert step(model, inputs) == expected
+    assert calls["blocks"] == Counter({0: 2, 1: 2, 2: 2, 3: 2, 4: 2, 5: 1})
+    effect = installation.effect["blocks"]
+    assert effect.segments == segments
+    assert [span.tally.kept for span in effect.spans] == [
+        {},
+        {"attention": 1},
+        {"attention": 1, "ffn": 1},
+        {"ffn": 1},
+        {},
+    ]

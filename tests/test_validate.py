@@ -354,7 +354,12 @@ def test_a_family_without_facts_about_simpletuner(validate):
 
 def test_a_class_without_a_choice_of_backends_has_that_of_torch(validate):
     code, out = validate(
-        {"model_family": "ace_step"}, "--native", "--blocks", "transformer_blocks=4"
+        {"model_family": "ace_step"},
+        "--native",
+        "--blocks",
+        "transformer_blocks=4",
+        "--blocks",
+        "lyric_encoder.encoders=6",
     )
     assert (code, out.endswith("All keys are right.\n")) == (0, True)
 

@@ -86,7 +86,8 @@ def page(family: Family) -> list[str]:
     for heading, entries in (
         ("Block by block while one of these arguments is given", _conditions(family)),
         ("Left out", [f"`{entry.path}`: {entry.reason}" for entry in family.left_out]),
-        ("SimpleTuner's own class", _native(family)),
+        ("Classes of other packages", _implementations(family)),
+        ("What SimpleTuner's own class does with `--native`", _native(family)),
     ):
         if entries:
             lines += ["", f"{heading}:", "", *(f"- {entry}" for entry in entries)]
@@ -98,6 +99,14 @@ def _conditions(family: Family) -> list[str]:
         f"`{c.argument}` (in {', '.join(c.stacks) or 'all stacks'}): {c.reason}"
         for c in family.conditions
     ]
+
+
+def _implementations(family: Family) -> list[str]:
+    found = []
+    for own in family.implementations:
+        found += [f"{own.trainer}: `{path}`" for path in own.classes]
+        found += [f"its loop runs `{s.path}` by {s.called_by}()" for s in own.stacks if s.called_by]
+    return found
 
 
 def _native(family: Family) -> list[str]:
@@ -143,7 +152,10 @@ SEGMENTS = {
 NATIVE = """
 ## SimpleTuner's own classes
 
-What the model classes of SimpleTuner 4.10.1 do with its keys. Most were built small and run on a
+A class of SimpleTuner's gets its schedule from this package, as any other does, and the keys mean
+the same on all of them ([measured side by side](trainers/simpletuner-classes.md)). This table is
+about `--native` and `native=True`: what the classes of SimpleTuner 4.10.1 do with its keys where
+they are left to carry them out. Most were built small and run on a
 CPU in November 2026: gradients compared with those of no checkpointing, calls of blocks and
 feed-forwards counted. *Covers block by block*: which blocks are recomputed where the class runs no
 segments, because it has none or because something forces it to (block swapping, captured states,

@@ -142,7 +142,8 @@ def remark(setting: Setting) -> str:
     if name.startswith("--"):
         plain = key.removeprefix("--")
         if plain in OWN_KEYS:
-            return f"is an option that SimpleTuner refuses; write {plain.upper()}={_text(value)}"
+            written = f"{plain.upper()}={_text(value)}"
+            return f"ends SimpleTuner unless `segckpt launch` starts it; write {written}"
     elif name in VARIABLES:
         if key == PREFIX and value.strip().lower() == "false":
             return (

@@ -16,9 +16,10 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -27,11 +28,17 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ..messages.log import logger
-from ..model.compiled import AS_A_WHOLE, NO_SEGMENTS, try_oldest_first
+from ..model.compiled import AS_A_WHOLE, try_oldest_first
 from ..model.flags import SWITCH, CheckpointFlags, described
-from ..model.interception import RECEIVER, intercept, original_call, release
+from ..model.interception import (
+    RECEIVER,
+    block_function,
+    intercept,
+    original_call,
+    release,
+)
 from ..model.kv_cache import cache_makers
-from ..model.stacks import blocks_of
+from ..model.stacks import blocks_of, units_of
 from ..private.of_torch import hooks_on, inside_checkpoint
 from ..recompute.backend import plainly
 from ..recompute.submodules import CallWrapper, SubmoduleHook, SubmoduleKind, intercept_submodules
@@ -43,6 +50,7 @@ from .forward import Forward
 from .outside import Notice
 from .planner import ForwardPlanner
 from .runs import recomputable
+from .traced import OpenSegment, TracedStack, given_in, segment_call
 from .watched import plain_tree, watched_in
 
 
@@ -59,10 +67,13 @@ class Running:
     returned: bool = False
 
 
+_installed = count()
+
 # What ``_begin_anew`` sets.
 OF_ONE_MODEL = (
     *("on", "effect", "history", "overall"),
-    *("_compiled_on", "_outside", "running", "_models", "_oldest_first"),
+    *("_compiled_on", "_traced", "_open_segment"),
+    *("_outside", "running", "_models", "_oldest_first"),
 )
 
 
@@ -73,8 +84,10 @@ class CheckpointEntry:
     forwards: says how the blocks of each forward run.
     parameters: names of the parameters of the model's ``forward``.
     flags: the modules that ask for a checkpoint function.
-    gap_blocks: for calls that are compiled, which find their place by identity.
+    blocks: of each stack, for calls that are compiled, which find their place by identity.
     intercepts: whether calls come from the blocks themselves, so that the loop must not ask.
+    functions: by stack path, the function that runs its blocks, where the loop calls no block.
+    units: paths of the modules of no stack that run one by one, in which ``*`` is any name.
     parts: attribute paths in the blocks of each stack of what does not run as the rest of them.
     """
 
@@ -85,8 +98,10 @@ class CheckpointEntry:
         parameters: Sequence[str],
         flags: CheckpointFlags,
         *,
-        gap_blocks: Iterable[Module] = (),
+        blocks: Mapping[str, Sequence[Module]] | None = None,
         intercepts: bool = False,
+        functions: Mapping[str, str] | None = None,
+        units: Sequence[str] = (),
         parts: Mapping[str, Mapping[SubmoduleKind, Sequence[str]]] | None = None,
     ):
         self.report = report
@@ -96,11 +111,16 @@ class CheckpointEntry:
         self.parameters = tuple(parameters)
         self.flags = flags
         self.intercepts = intercepts
+        self.functions = dict(functions or {})
+        self.units = tuple(units)
         self.parts = dict(parts or {})
+        # A text, since compiled code is held to the texts that its trace has read: for another
+        # schedule other code is made.
+        self.schedule = f"{report}{next(_installed)}"
         # Why checkpointing stays switched off, if it does.
         self.off = next((str(condition) for condition in report.conditions if condition.off), "")
         self.handles: list[RemovableHandle] = []
-        self.gap_blocks = list(gap_blocks)
+        self.blocks = {path: list(own) for path, own in (blocks or {}).items()}
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -110,7 +130,10 @@ class CheckpointEntry:
         self.history = History()
         # The same of this model and of its deep copies in this process together.
         self.overall = History()
-        self._compiled_on = False  # of the forward that is being traced
+        # Of the forward that is being traced: whether it recomputes, how, and what has begun.
+        self._compiled_on = False
+        self._traced: tuple[TracedStack, ...] = ()
+        self._open_segment: OpenSegment | None = None
         # The model, if its blocks were called past its forward.
         self._outside: weakref.ref[Module] | None = None
         # By thread, outermost first.
@@ -146,18 +169,20 @@ class CheckpointEntry:
 
     def _lost_when_compiled(self) -> Iterator[str]:
         """Why something that was planned does not happen in a model that is one graph."""
-        segmented = (s for s in self.forwards.stacks if s.strategy == "segmented")
-        if any(len(segment) > 1 for stack in segmented for segment in stack.segments):
-            yield NO_SEGMENTS
+        yield from dict.fromkeys(self.forwards.lost_in_graph.values())
         if self.backend.moves:
             yield "nothing is moved to CPU memory"
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def say_compiled(self) -> bool:
-        """Say what is lost; called by the compiler itself, since a traced forward cannot."""
+    def _plan_traced(self, given: tuple[Any, ...] | None, schedule: str) -> tuple[TracedStack, ...]:
+        """How the blocks of a traced forward run; asked by the compiler itself.
+
+        It also says what is lost, since a traced forward cannot. given: as ``given_in``.
+        """
+        plan = self.forwards.plan_traced(self.blocks, given)
         if any(self._lost_when_compiled()):
             self.messages.warn("compiled", str(self._compiled))
-        return True
+        return plan
 
     # Called from the model's loop.
 
@@ -167,13 +192,7 @@ class CheckpointEntry:
         if isinstance(owner, Module) and block.__func__ in (type(owner).__call__, Module.__call__):
             block = owner  # some models hand over `block.__call__`
         if torch.compiler.is_compiling():
-            # A traced call keeps no books, so nothing can be proven: block by block.
-            call = original_call(block)
-            if self.forwards.config.feed_forward_only or any(
-                gap is block for gap in self.gap_blocks
-            ):
-                return call(*args, **kwargs)
-            return self.backend.in_graph(call, *args, **kwargs)
+            return self._call_traced(block, args, kwargs)
         forward = self._forward
         if forward is not None:
             return forward.call_block(block, args, kwargs)
@@ -192,10 +211,37 @@ class CheckpointEntry:
         reason = "each block that came ran as one that is covered, by itself"
         self.effect = Effect((), (Condition("call", "past the model's forward", reason),))
         wrappers = self.backend.begin()
-        result = wrappers.covered(recomputable(block), *args, **kwargs)
+        recompute = wrappers.covered(self.forwards.config.keep)
+        result = recompute(recomputable(block), *args, **kwargs)
         if wrappers.offload is not None:
             wrappers.offload.finish()
         return result
+
+    def _call_traced(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The same in a forward that is being traced: see ``traced``."""
+        call = original_call(block)
+        if self.forwards.config.feed_forward_only:
+            return call(*args, **kwargs)
+        for plan in self._traced:
+            blocks = self.blocks[plan.path]
+            for index, one in enumerate(blocks):
+                if one is not block:
+                    continue
+                stop = plan.stops[index]
+                if self._open_segment is not None:
+                    result = self._open_segment.follow(index, args, kwargs)
+                    if index + 1 == self._open_segment.stop:
+                        self._open_segment = None
+                    return result
+                if stop < 0:
+                    return call(*args, **kwargs)
+                if stop == index + 1:
+                    return self.backend.in_graph(call, *args, **kwargs)
+                calls = [original_call(member) for member in blocks[index:stop]]
+                result = self.backend.in_graph(segment_call(plan, calls), *args, **kwargs)
+                self._open_segment = OpenSegment(plan, index, args, kwargs, result)
+                return self._open_segment.held
+        return self.backend.in_graph(call, *args, **kwargs)
 
     @property
     def takes_calls(self) -> bool:
@@ -236,7 +282,7 @@ class CheckpointEntry:
     def open(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model: decide how the blocks of this forward run."""
         if torch.compiler.is_compiling():
-            self._prepare_compiled(module)
+            self._prepare_compiled(module, args, kwargs)
         else:
             self.open_in(sys._getframe(1), module, args, kwargs)
 
@@ -313,6 +359,8 @@ class CheckpointEntry:
         if torch.compiler.is_compiling():
             if self.intercepts and self._compiled_on:
                 self.flags.switch(module, True)
+            self._traced = ()
+            self._open_segment = None
             return None
         running = self._live(module)  # of a forward that raised the frame has ended
         if not running or not running[-1].returned:
@@ -412,14 +460,15 @@ class CheckpointEntry:
         threads = list(self.running.values())
         return any(f.record is not None or f.paused for running in threads for f in running)
 
-    def _prepare_compiled(self, module: Module) -> None:
+    def _prepare_compiled(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """What ``_enabled`` does, in what a traced forward may do: no message, no books."""
         self.on = self._compiled_on = not self.off and self.flags.is_on(module)
         self.effect = None  # see ``last_effect``
         if self._compiled_on and torch.is_grad_enabled():
             for history in (self.history, self.overall):
                 history.compiled = True
-            self.say_compiled()
+            arguments = dict(zip(self.parameters, args, strict=False)) | kwargs
+            self._traced = self._plan_traced(given_in(arguments, module.training), self.schedule)
         if self.flags.is_on(module):
             # An intercepting entry is reached by the loop's plain branch, until close.
             self.flags.switch(module, self._compiled_on and not self.intercepts)
@@ -482,7 +531,12 @@ class CheckpointEntry:
         In every forward: a compiler or FSDP may have put a wrapper around them.
         """
         for stack in self.forwards.stacks if self.intercepts or self._outside is not None else ():
-            intercept(blocks_of(module, stack.path), self)
+            name = self.functions.get(stack.path)
+            function = block_function(type(module), name) if name else None
+            intercept(blocks_of(module, stack.path), self, function)
+        if self.intercepts and self.units:
+            stacks = [stack.path for stack in self.forwards.stacks]
+            intercept(map(module.get_submodule, units_of(module, self.units, stacks)), self)
 
     def intercept_submodules(self, module: Module) -> None:
         """Have the parts of the blocks run as the block around them wants it.

@@ -5,7 +5,8 @@ sees what happens between them. That is only right when the loop does nothing th
 what block ``k`` returned to block ``k + 1``. Two things are therefore observed:
 
 * *writes*, by identity: each argument of block ``k + 1`` either **is** an object that block
-  ``k`` returned (it is carried) or **is** the very argument that block ``k`` got;
+  ``k`` returned (it is carried) or **is** the very argument that block ``k`` got (or a tensor
+  that the loop makes anew for every block with the same values, and that has no gradient);
 * *reads*, by ``watched.WatchedTensor``: what the loop holds between two blocks is an alias that
   says when an operation uses it, and whose lifetime says whether the loop kept it (a list of
   hidden states, the samples of a ControlNet).
@@ -17,7 +18,7 @@ boundary at which grad mode, autocast or the random state changes.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,7 +27,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ..model.wrappers import unwrapped
+from ..model.interception import what_runs
 from ..private.of_torch import pytree
 from ..recompute.containers import Contents, attributes_of, containers, is_record
 from .watched import version
@@ -55,12 +56,14 @@ class Link:
     ``carried`` pairs the index of an argument leaf with the index of the result leaf that
     feeds it; every other argument leaf is the same for both blocks. ``places`` says of each such
     argument which one it is, by position or by name, and which of its leaves; ``names`` are the
-    block's parameters that they are for.
+    block's parameters that they are for. ``anew`` are the argument leaves that the loop makes anew
+    with the same values, each with its place.
     """
 
     carried: tuple[tuple[int, int], ...]
     places: tuple[tuple[int | str, int], ...]
     names: tuple[str, ...]
+    anew: tuple[tuple[int, tuple[int | str, int]], ...] = ()
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -73,13 +76,27 @@ class Link:
         What holds nothing that is carried is the same object.
         """
         produced = pytree.tree_leaves(result)
-        fed: dict[int | str, dict[int, Any]] = {}
-        for (place, leaf), (_, source) in zip(self.places, self.carried, strict=True):
-            fed.setdefault(place, {})[leaf] = produced[source]
-        given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
-        for place, values in fed.items():
-            given[place] = _with_leaves(given[place], values)
-        return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
+        sources = [produced[source] for _, source in self.carried]
+        return _replaced(args, kwargs, zip(self.places, sources, strict=True))
+
+    def share(
+        self, args: tuple, kwargs: dict[str, Any], values: Sequence[Any]
+    ) -> tuple[tuple, dict]:
+        """The arguments of the next block, with ``values`` for what the loop made ``anew``."""
+        return _replaced(args, kwargs, zip((place for _, place in self.anew), values, strict=True))
+
+
+def _replaced(
+    args: tuple, kwargs: dict[str, Any], values: Iterable[tuple[tuple[int | str, int], Any]]
+) -> tuple[tuple, dict]:
+    """Arguments with other leaves at some places."""
+    fed: dict[int | str, dict[int, Any]] = {}
+    for (place, leaf), value in values:
+        fed.setdefault(place, {})[leaf] = value
+    given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+    for place, leaves in fed.items():
+        given[place] = _with_leaves(given[place], leaves)
+    return tuple(given[i] for i in range(len(args))), {name: given[name] for name in kwargs}
 
 
 def _with_leaves(tree: Any, values: dict[int, Any]) -> Any:
@@ -123,6 +140,20 @@ class Snapshot:
             alike = mine is other or (type(mine) is type(other) and _is_frozen(mine))
             return alike and self._records[index].holds_of(attributes_of(other))
         return type(mine) is type(other) and is_constant(mine) and bool(mine == other)
+
+    def may_equal(self, index: int, other: Any) -> bool:
+        """Whether ``other`` is another tensor of the form of leaf ``index``, both plain data.
+
+        Whether it has the same values is for the caller to see: that may have to wait for them.
+        """
+        mine = self.leaves[index]
+        return (
+            type(mine) is type(other) is Tensor
+            and not (mine.requires_grad or other.requires_grad)
+            and (mine.shape, mine.stride()) == (other.shape, other.stride())
+            and (mine.dtype, mine.device) == (other.dtype, other.device)
+            and version(mine) == self.versions[index]
+        )
 
     def holds_of(self, tree: Any) -> bool:
         """Whether ``tree`` is, leaf by leaf, what it was when this was taken."""
@@ -204,8 +235,8 @@ def place_of(spec: pytree.TreeSpec, leaves: Sequence[Any], index: int) -> tuple[
 
 
 def argument_name(block: torch.nn.Module, key: int | str) -> str:
-    """Name of the parameter of ``block.forward`` that an argument is for."""
+    """Name of the parameter that an argument of a block is for."""
     if isinstance(key, str):
         return key
-    parameters = list(inspect.signature(type(unwrapped(block)).forward).parameters)[1:]
+    parameters = list(inspect.signature(what_runs(block)).parameters)[1:]
     return parameters[key] if key < len(parameters) else f"number {key}"

@@ -9,6 +9,7 @@ from torch.nn import Module
 
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
+from ..model.compiled import NO_SEGMENTS, NOT_SHOWN, SEGMENTS_IN_GRAPHS
 from ..model.foreign_hooks import (
     hook_boundaries,
     hook_everywhere,
@@ -35,6 +36,7 @@ from .recording import RecordingRun
 from .runs import StackRun, UnitsRun
 from .segmented import SegmentedRun
 from .streamed import SHARED, MemoryWatch
+from .traced import TracedStack, parameters_of
 
 
 class ForwardPlanner:
@@ -72,6 +74,7 @@ class ForwardPlanner:
         # By stack path: what was shown, and what of it last.
         self.proof_tables = self._nothing_proven()
         self.proofs: dict[str, Proof] = {}
+        self.lost_in_graph: dict[str, str] = {}  # by stack path, why a traced one has no segments
         self.drifts: dict[str, str] = {}  # by stack path, where its family file was wrong
 
     def plan(self, module: Module, arguments: Mapping[str, Any]) -> Forward:
@@ -91,10 +94,11 @@ class ForwardPlanner:
         interval = 0 if self.config.feed_forward_only else self.config.interval
         units = UnitsRun(
             self.units,
-            wrappers.covered,
+            wrappers,
             self.platform,
             interval,
             self.config.stride or self.config.interval,
+            self.config.keep,
         )
         return Forward(runs, units, conditions, inside, wrappers.offload)
 
@@ -112,10 +116,8 @@ class ForwardPlanner:
             planned.path,
             planned.schedule,
             blocks,
-            wrappers.covered,
+            wrappers,
             self.platform,
-            wrappers.gap,
-            wrappers.whole,
             carried,
             planned.segments if planned.strategy == "segmented" else (),
         )
@@ -135,7 +137,7 @@ class ForwardPlanner:
             return StackRun(replace(stack, schedule=stack.schedule.without(itself)), reason)
         if planned.path in self._streamed:
             whole = stack.recomputed_whole()
-            if stack.covered is not stack.whole or stack.schedule != whole.schedule:
+            if stack.recomputes_parts or stack.schedule != whole.schedule:
                 self.messages.warn(
                     "streamed",
                     f"{planned.path}: every block is recomputed as a whole, by itself: {SHARED}",
@@ -182,6 +184,54 @@ class ForwardPlanner:
         stack = replace(stack, schedule=proof.schedule)
         return SegmentedRun(stack, proof, partial(self._distrust, shape, planned))
 
+    def plan_traced(
+        self, blocks: Mapping[str, Sequence[Module]], given: tuple[Any, ...] | None
+    ) -> tuple[TracedStack, ...]:
+        """How the blocks of a forward run that is being traced; ``given`` is its shape of call.
+
+        None stands for one that holds a dict, of which nothing is known.
+        """
+        self.lost_in_graph = {}
+        return tuple(self._traced(stack, blocks[stack.path], given) for stack in self.stacks)
+
+    def _traced(
+        self, planned: StackReport, blocks: Sequence[Module], given: tuple[Any, ...] | None
+    ) -> TracedStack:
+        alone = TracedStack.of(planned.path, planned.schedule)
+        if planned.strategy != "segmented" or not _has_segments(planned.schedule):
+            return alone
+        schedule, carried, why = self._known_of(planned, blocks, given)
+        if why:
+            self.lost_in_graph[planned.path] = why
+            return alone
+        return TracedStack.of(planned.path, schedule, carried, parameters_of(blocks))
+
+    def _known_of(
+        self, planned: StackReport, blocks: Sequence[Module], given: tuple[Any, ...] | None
+    ) -> tuple[Schedule, dict[str, int], str]:
+        """The schedule of a stack for a graph, what is carried, and why it cannot be segmented."""
+        nothing: tuple[Schedule, dict[str, int]] = planned.schedule, {}
+        if not SEGMENTS_IN_GRAPHS:
+            return *nothing, NO_SEGMENTS
+        if given is None:
+            return *nothing, "an argument of this forward is a dict, which may be anything"
+        names = {name for name, value in given[1:] if value is not False}
+        forced = (c for c in self.conditions if c.name in names and c.concerns(planned.path))
+        if condition := next(forced, None):
+            return *nothing, str(condition)
+        hooks = hook_boundaries(planned.path, blocks, alone=True)
+        if hooks or hook_everywhere():
+            return *nothing, next(iter(hooks.values()), "there is a hook on all modules")
+        proof = self.proof_tables[planned.path].get(CallShape(given))
+        if proof is None:
+            carried = dict(self.carried.get(planned.path, {}))
+            return planned.schedule, carried, "" if carried else NOT_SHOWN
+        links = [link for s in proof.schedule.segments for link in proof.links(s)]
+        same = all(link.by_name == links[0].by_name and not link.anew for link in links)
+        if not links or not same:
+            return *nothing, proof.reason or NOT_SHOWN
+        return proof.schedule, links[0].by_name, ""
+
     def _judge(self, path: str, shared: bool) -> None:
         """A forward is over in which the memory of a stack's blocks was watched."""
         (self._streamed if shared else self._own_memory).add(path)
@@ -200,12 +250,12 @@ class ForwardPlanner:
                 )
             elif isinstance(run, RecordingRun):
                 self._learn_from(run)
-            whole = run.stack.covered is run.stack.whole  # whatever the backend is for
             plan = planned[run.stack.path]
-            self._say_shortfalls(replace(plan, feed_forward=()) if whole else plan, run)
+            parts = run.stack.recomputes_parts
+            self._say_shortfalls(plan if parts else replace(plan, feed_forward=()), run)
         attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
         if not self.stacks and attentions:
-            only_units = StackReport(UNITS, "per-block", self.units, kept=attentions)
+            only_units = StackReport(UNITS, "per-block", self.units.keeping(attentions))
             self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
@@ -242,10 +292,13 @@ class ForwardPlanner:
         ran = (*before, *reached)
         self._ran = {stack.path for stack in ran}
         schedules = self._schedules({stack.path: stack.blocks for stack in ran})
-        if any(stack.schedule != schedules[stack.path] for stack in ran):
+        scheduled = []
+        if any(stack.segments != schedules[stack.path].segments for stack in ran):
             self.proof_tables = self._nothing_proven()
             self.proofs = {}
-        scheduled = (replace(stack, schedule=schedules[stack.path]) for stack in ran)
+        for stack in ran:
+            again = replace(stack.schedule, segments=schedules[stack.path].segments)
+            scheduled.append(replace(stack, schedule=again))
         self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
 
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:

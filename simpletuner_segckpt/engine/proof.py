@@ -9,7 +9,7 @@ from typing import cast
 
 from torch.nn import Module
 
-from ..recompute.backend import plainly
+from ..recompute.backend import BlockWrappers
 from ..recompute.submodules import CallWrapper
 from ..schedules.schedule import Schedule
 from .links import Link
@@ -21,26 +21,38 @@ Boundary = Link | str
 
 @dataclass(frozen=True, slots=True)
 class BoundStack:
-    """The blocks of one stack, and how they run where they are covered and in the gaps.
+    """The blocks of one stack, and how they run.
 
-    whole: how they run where they must be recomputed as a whole.
+    whole: whether covered blocks are recomputed as a whole whatever the backend is for.
     """
 
     path: str
     schedule: Schedule
     blocks: Sequence[Module]
-    covered: CallWrapper
+    wrappers: BlockWrappers
     platform: Platform
-    gap: CallWrapper = plainly
-    whole: CallWrapper = plainly
     carried: Mapping[str, int] = field(default_factory=dict)
     """What the family says is carried: a parameter of a block, and the leaf that feeds it."""
     together: Sequence[range] = ()
     """The segments that were planned, also where this forward runs block by block."""
+    whole: bool = False
+
+    @property
+    def recomputes_parts(self) -> bool:
+        """Whether only parts of the covered blocks are recomputed."""
+        return self.wrappers.inside is not None and not self.whole
 
     def recomputed_whole(self) -> "BoundStack":
         """The same with every block recomputed as a whole, by itself."""
-        return replace(self, schedule=Schedule.of_all(len(self.blocks)), covered=self.whole)
+        alone = replace(self.schedule, segments=Schedule.of_all(len(self.blocks)).segments)
+        return replace(self, schedule=alone, whole=True)
+
+    def wrapper(self, block: int, covered: bool) -> CallWrapper:
+        """How ``block`` runs, or the segment that begins with it."""
+        if not covered:
+            return self.wrappers.gap
+        kept = self.schedule.kept_by(block)
+        return self.wrappers.whole(kept) if self.whole else self.wrappers.covered(kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,13 +139,18 @@ class RecordingRun(StackRun):
             report_use(leaves, f"argument of block {index}")
             return f"block {index} is called with other arguments than block {last.index}"
         carried = []
+        anew = []
         differs = None
         for i, leaf in enumerate(leaves):
             sources = (j for j, ref in enumerate(last.returned) if ref and ref() is leaf)
             source = next(sources, None) if isinstance(leaf, WatchedTensor) else None
             if source is not None:
                 carried.append((i, source))
-            elif isinstance(leaf, WatchedTensor) or not last.arguments.same(i, leaf):
+            elif not isinstance(leaf, WatchedTensor) and last.arguments.same(i, leaf):
+                pass
+            elif last.arguments.may_equal(i, leaf) and torch.equal(last.arguments.leaves[i], leaf):
+                anew.append((i, place_of(spec, leaves, i)))
+            else:
                 report_use(leaf, f"argument of block {index}")
                 differs = differs or (i, leaf)
         block = self.stack.blocks[index]
@@ -169,7 +174,7 @@ class RecordingRun(StackRun):
         if self.stack.platform.random_states() != last.random_states:
             return f"random numbers are drawn before block {index}"
         names = [argument_name(block, key) for key, _ in places]
-        link = Link(tuple(carried), tuple(places), tuple(names))
+        link = Link(tuple(carried), tuple(places), tuple(names), tuple(anew))
         expected = self.stack.carried
         if expected and not link.by_name.items() <= expected.items():
             self.drift = self.drift or (

@@ -8,6 +8,7 @@ from torch.nn import Module
 from ..messages.errors import SegmentBroken
 from ..model.fsdp import may_be_sharded
 from ..model.interception import original_call
+from ..recompute.backend import BlockWrappers
 from ..recompute.gathered import GatheredRecompute
 from ..recompute.mismatch import Place
 from ..recompute.state import StatefulRecompute
@@ -15,7 +16,7 @@ from ..recompute.submodules import CallWrapper
 from ..schedules.conditions import is_cache
 from ..schedules.effect import Span, StackEffect
 from ..schedules.report import UNITS, Strategy
-from ..schedules.schedule import Schedule
+from ..schedules.schedule import Kept, Schedule
 from ..schedules.tally import tallying
 from .platform import Platform
 from .proof import BoundStack
@@ -61,7 +62,7 @@ class StackRun:
             self.memory.look(*range(max(0, index - 1), index + 1))
             if self.memory.shared:
                 self.stack, covered = self.stack.recomputed_whole(), True
-            elif not covered or self.stack.covered is not self.stack.whole:
+            elif not covered or self.stack.recomputes_parts:
                 self.memory.ran_plainly(index)
         if covered and any(map(is_cache, (*args, *kwargs.values()))):
             covered, self.cached = False, True  # a recompute would fill it once more
@@ -74,6 +75,10 @@ class StackRun:
             call = recomputable(block, self.stack.blocks, self.place(blocks))
         return self.run(blocks, covered, call, args, kwargs)
 
+    def wrapper(self, block: int, covered: bool) -> CallWrapper:
+        """How ``block`` runs, or the segment that begins with it."""
+        return self.stack.wrapper(block, covered)
+
     def place(self, blocks: range) -> Place:
         return Place(self.stack.path, blocks, self.stack.schedule)
 
@@ -84,7 +89,7 @@ class StackRun:
         if covered and may_be_sharded():
             call = self._gathered(blocks, call)
         with tallying() as tally:
-            result = (self.stack.covered if covered else self.stack.gap)(call, *args, **kwargs)
+            result = self.wrapper(blocks.start, covered)(call, *args, **kwargs)
         self.spans.append(Span(blocks, covered, tally))
         return result
 
@@ -128,23 +133,29 @@ class UnitsRun(StackRun):
     """Modules of no stack, in the order in which they are asked for during one forward.
 
     The schedule covers the units that were counted beforehand; should there be more, they
-    follow the rule of ``interval`` and ``stride``.
+    follow the rule of ``interval`` and ``stride``. kept: the operators whose outputs stay.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        covered: CallWrapper,
+        wrappers: BlockWrappers,
         platform: Platform,
         interval: int,
         stride: int,
+        kept: Kept,
     ):
         super().__init__(
-            BoundStack(UNITS, schedule, (), covered, platform), "units are handed over one by one"
+            BoundStack(UNITS, schedule, (), wrappers, platform), "units are handed over one by one"
         )
         self.strategy = "per-block" if interval else "off"
         self.interval = interval
         self.stride = stride
+        self.kept = kept
+
+    def wrapper(self, block: int, covered: bool) -> CallWrapper:
+        wrappers = self.stack.wrappers
+        return wrappers.covered(self.kept) if covered else wrappers.gap
 
     def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
         index = len(self.spans)

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
 from ..messages.errors import SegmentBroken
 from ..model.interception import original_call
 from ..private.of_torch import pytree
 from ..recompute.containers import containers
 from ..recompute.state import StatefulRecompute
 from .block_state import attributes, changed_attribute, first_matrix
-from .links import Arguments, Link, argument_name, place_of
+from .links import Arguments, Link, Snapshot, argument_name, place_of
 from .proof import BoundStack, Proof
 from .runs import StackRun
 from .surroundings import surroundings
@@ -56,14 +59,51 @@ class SegmentedRun(StackRun):
         self._open: _OpenSegment | None = None
         self._written = False  # whether blocks wrote to a container that they were given
         self._aliases: list[tuple[range, weakref.ref[WatchedTensor]]] = []
+        # Arguments that the loop made anew, and whether they differ: nobody waits for that in here.
+        self._made_anew: list[tuple[range, str, Tensor]] = []
+        self._before: tuple[int, Snapshot] | None = None  # those of the block that ran last
 
     def call_block(self, index: int, args: tuple, kwargs: dict) -> Any:
         if self._open is not None:
             return self._follow(self._open, index, args, kwargs)
+        args, kwargs = self._share(index, args, kwargs)
         segment = self.segment_of.get(index)
         if segment is None or len(segment) == 1 or index != segment.start:
             return self.run_alone(index, args, kwargs)
         return self._lead(segment, args, kwargs)
+
+    def _share(self, index: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a block, with those tensors of the block before that the loop made anew.
+
+        So all blocks hold one for backward, whatever segments they are in.
+        """
+        boundaries = self.proof.boundaries
+        last = self.segment_of.get(index, range(index, index + 1)).stop - 1
+        links = [boundaries[k] for k in (index - 1, last) if 0 <= k < len(boundaries)]
+        if not any(isinstance(link, Link) and link.anew for link in links):
+            self._before = None
+            return args, kwargs
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        link = boundaries[index - 1] if index else None
+        if self._before is not None and self._before[0] == index - 1 and isinstance(link, Link):
+            before = self._before[1]
+            given = [leaves[i] for i, _ in link.anew]
+            if all(map(before.may_equal, range(len(given)), given)):
+                for (i, _), mine, other in zip(link.anew, before.leaves, given, strict=True):
+                    self._check_later(index - 1, index, spec, leaves, i, (mine != other).any())
+                args, kwargs = link.share(args, kwargs, before.leaves)
+                leaves = pytree.tree_leaves((args, kwargs))
+        following = boundaries[last] if last < len(boundaries) else None
+        anew = following.anew if isinstance(following, Link) else ()
+        self._before = (last, Snapshot([leaves[i] for i, _ in anew])) if anew else None
+        return args, kwargs
+
+    def _check_later(
+        self, first: int, index: int, spec: Any, leaves: list[Any], leaf: int, unequal: Tensor
+    ) -> None:
+        name = argument_name(self.stack.blocks[index], place_of(spec, leaves, leaf)[0])
+        said = f"`{name}` of block {index}"
+        self._made_anew.append((range(first, index + 1), said, unequal))
 
     def _lead(self, segment: range, args: tuple, kwargs: dict) -> Any:
         arguments = Arguments(args, kwargs)
@@ -117,6 +157,10 @@ class SegmentedRun(StackRun):
             else:
                 unchanged = open_.arguments.same(i, leaf)
             if not unchanged:
+                if i not in sources and open_.arguments.may_equal(i, leaf):
+                    unequal = (open_.arguments.leaves[i] != leaf).any()
+                    self._check_later(segment.start, index, spec, leaves, i, unequal)
+                    continue
                 name = argument_name(self.stack.blocks[index], place_of(spec, leaves, i)[0])
                 self._break(
                     segment, f"block {index} does not get the `{name}` that was left for it"
@@ -157,12 +201,18 @@ class SegmentedRun(StackRun):
     def finish(self) -> None:
         if self._open is not None:
             self._break(self._open.blocks, f"the forward ended without block {self._open.due}")
+        self._before = None
+        made_anew, self._made_anew = self._made_anew, []
+        if made_anew and bool(torch.stack([unequal.cpu() for *_, unequal in made_anew]).any()):
+            segment, name = next((s, name) for s, name, unequal in made_anew if unequal)
+            self._break(segment, f"the {name} has other values than that of the block before")
         for segment, reference in self._aliases:
             if reference() is not None:
                 self._break(segment, "the model keeps the state between its blocks")
 
     def abandon(self) -> None:
-        self._open = None
+        self._open = self._before = None
+        self._made_anew.clear()
 
 
 def _named(segment: range) -> str:

@@ -56,19 +56,41 @@ _METADATA = frozenset(
 )
 
 
+# What gives a tensor another form and computes nothing.
+_PERMUTES = frozenset({Tensor.permute, torch.permute})
+_TRANSPOSES = frozenset({Tensor.transpose, torch.transpose})
+_REARRANGES = frozenset(
+    {
+        *_PERMUTES,
+        *_TRANSPOSES,
+        Tensor.contiguous,
+        *(
+            getattr(owner, name)
+            for name in ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
+            for owner in (Tensor, torch)
+        ),
+        Tensor.view,
+    }
+)
+
+
 class WatchedTensor(torch.Tensor):
     """What the model's loop holds between two blocks: an alias of a block's output.
 
     Blocks never see it; they get ``plain``. Every other operation on it is reported to
     ``on_read`` with the operation's name, and carries on with ``plain``, so its result and
     its gradient are what they would have been. Asking for its shape, dtype and the like is
-    reported to ``on_look``. (Code that gets at the memory past torch's own functions, such as
+    reported to ``on_look``, and so is what only gives it another form: the result is watched in
+    its turn, keeps its ``source`` alive, and is the source again once its dimensions are back in
+    their ``order``. (Code that gets at the memory past torch's own functions, such as
     TorchScript or DLPack, is not seen.)
     """
 
     plain: Tensor
     on_read: Callable[[str], None]
     on_look: Callable[[], None]
+    source: "WatchedTensor | None" = None
+    order: tuple[int, ...] | None = None  # of the source's dimensions, while they are the same
 
     @staticmethod
     def of(
@@ -103,9 +125,48 @@ class WatchedTensor(torch.Tensor):
         for alias, identity in zip(watched, before, strict=True):
             if result is alias.plain and _identity(result) == identity:
                 return alias  # .to() or .contiguous() with nothing to do
+        forms = func in _REARRANGES or (func is Tensor.__getitem__ and _is_part(plain_args[1]))
+        if forms and len(watched) == 1 and type(result) is Tensor:
+            return watched[0]._rearranged(result, func, plain_args, plain_kwargs)
         for alias in watched:
             alias.on_read(getattr(func, "__name__", str(func)))
         return result
+
+    def _rearranged(
+        self, result: Tensor, func: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> "WatchedTensor":
+        """What stands for ``result``, this tensor in another form."""
+        self.on_look()
+        source = self if self.source is None else self.source
+        order = tuple(range(self.plain.dim())) if self.source is None else self.order
+        order = None if order is None or kwargs else _reordered(order, func, args[1:])
+        in_order = tuple(range(source.plain.dim()))
+        if order == in_order and result.stride() == source.plain.stride():
+            return source
+        watched = WatchedTensor.of(result, self.on_read, self.on_look)
+        watched.source, watched.order = source, order
+        return watched
+
+
+def _is_part(index: Any) -> bool:
+    """Whether what stands at ``index`` of a tensor is a view of it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(p is None or p is ... or type(p) in (int, slice) for p in parts)
+
+
+def _reordered(order: tuple[int, ...], func: Any, dims: tuple) -> tuple[int, ...] | None:
+    """``order`` after ``func`` with these arguments; None where dimensions are not the same."""
+    if func is Tensor.contiguous:
+        return order
+    if func in _PERMUTES:
+        wanted = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+        return tuple(order[dim] for dim in wanted)
+    if func in _TRANSPOSES and all(isinstance(dim, int) for dim in dims):
+        changed = list(order)
+        first, second = dims
+        changed[first], changed[second] = changed[second], changed[first]
+        return tuple(changed)
+    return None
 
 
 def plain(value: Any) -> Any:

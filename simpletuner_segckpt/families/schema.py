@@ -29,6 +29,9 @@ class Stack(_Record):
     feed_forward: tuple[str, ...] = ()  # attribute paths inside a block
     down_projection: tuple[str, ...] = ()  # where it is no part of a ``feed_forward``
     attention: tuple[str, ...] = ()
+    called_by: str = ""
+    """Function of the module of the model's class that the loop calls with a block as its first
+    argument, in the place of the block itself."""
     optional: bool = False  # the list may be missing from a model
     per_block: str = ""  # why this stack can never be segmented
     cut: str = ""  # where in the stack segments end early, and why
@@ -164,7 +167,7 @@ class Family(_Record):
                 "stacks": tuple(stacks),
                 "left_out": left_out,
                 "conditions": own.conditions,
-                "units": (),
+                "units": () if own.stacks else self.units,
                 "keyword_loop": "",
             }
         )

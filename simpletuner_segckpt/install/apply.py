@@ -25,7 +25,7 @@ from ..model.interception import RECEIVER
 from ..model.stacks import (
     blocks_of,
 )
-from ..model.wrappers import is_one_graph, unwrap
+from ..model.wrappers import unwrap
 from ..private.of_libraries import (
     CHECKPOINT_FUNCTION,
     SUPPORTS_CHECKPOINTING,
@@ -164,8 +164,6 @@ def apply_on(
             owner = _set(base, report, described, settings)
         else:
             owner = _put_on(platform, base, report, described, settings, undo)
-        if isinstance(owner, CheckpointEntry) and is_one_graph(model):
-            owner.say_compiled()
         installation = Installation(base, owner.report, owner)
         logger.info("installed on %s: %s", type(base).__name__, owner.report)
         undo.pop_all()
@@ -279,6 +277,8 @@ def _entry_for(
         and takes_checkpoint_function(base)
     )
     conditions = family.conditions if family else ()
+    described = ((s.path, family.stack_at(s.path)) for s in report.stacks) if family else ()
+    functions = {path: stack.called_by for path, stack in described if stack and stack.called_by}
     forwards = ForwardPlanner(
         report.stacks,
         settings.checkpointing,
@@ -291,20 +291,12 @@ def _entry_for(
         forwards,
         list(signature(type(base).forward).parameters)[1:],
         flags,
-        gap_blocks=_gap_blocks(base, report),
-        intercepts=bool(family and family.keyword_loop) or not asks_function,
+        blocks={s.path: blocks_of(base, s.path) for s in report.stacks if s.path != UNITS},
+        intercepts=bool(functions or (family and family.keyword_loop)) or not asks_function,
+        functions=functions,
+        units=family.units if family else (),
         parts=_parts(report, family, settings.checkpointing),
     )
-
-
-def _gap_blocks(base: Module, report: Report) -> list[Module]:
-    """The blocks of every stack that run normally."""
-    found: list[Module] = []
-    for stack in report.stacks:
-        if stack.path != UNITS:
-            blocks = blocks_of(base, stack.path)
-            found += [blocks[index] for index in stack.gap]
-    return found
 
 
 def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:

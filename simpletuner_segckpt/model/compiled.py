@@ -40,12 +40,16 @@ def _set_order() -> None:
 
 
 # Of a model that is compiled as a whole.
-AS_A_WHOLE = "compiled as a whole: what is covered is recomputed block by block, unobserved"
+AS_A_WHOLE = "compiled as a whole: what is covered is recomputed unobserved"
 
+SEGMENTS_IN_GRAPHS = torch.__version__ >= "2.14"
 
 NO_SEGMENTS = (
-    "segments of several blocks in one graph can get wrong gradients from inductor before "
-    "torch 2.14"
-    if torch.__version__ < "2.14"
-    else "no segments of several blocks are formed in a graph, where nothing could prove them"
+    "block by block, since segments of several blocks in one graph can get wrong gradients from "
+    "inductor before torch 2.14"
+)
+
+NOT_SHOWN = (
+    "block by block, since no family file and no eager forward of this shape of call has shown "
+    "what its blocks carry"
 )

@@ -22,6 +22,8 @@ from ..private.of_torch import drop_forward_hooks, hooks_on
 from .wrappers import unwrapped
 
 SWITCH = "gradient_checkpointing"
+# That of a class that has an ``enable_gradient_checkpointing`` of its own (SimpleTuner's MageFlow).
+OTHER_SWITCH = "checkpoint"
 # In a copy, a function of the original that cannot be copied.
 _LOST = "lost"
 
@@ -40,14 +42,14 @@ class CheckpointFlags:
         found = {
             name: module
             for name, module in model.named_modules()
-            if hasattr(module, SWITCH) and unwrapped(module) is module  # wrappers pass it on
+            if _has_switch(module) and unwrapped(module) is module  # wrappers pass it on
         }
         self._fixed = tuple(name for name, module in found.items() if _is_fixed(module, SWITCH))
         self.names = tuple(name for name in found if name not in self._fixed)
         self._before: dict[str, dict[str, Any]] = {
             name: {
                 key: getattr(module, key)
-                for key in (SWITCH, CHECKPOINT_FUNCTION)
+                for key in (_switch_of(module), CHECKPOINT_FUNCTION)
                 if key in module.__dict__ or _property(module, key)
             }
             for name, module in found.items()
@@ -72,14 +74,16 @@ class CheckpointFlags:
 
     def is_on(self, model: Module) -> bool:
         """Whether checkpointing is on; a model without the switch cannot say no."""
-        return all(getattr(module, SWITCH) for _, module in _modules(model, self.names[:1]))
+        return all(
+            getattr(module, _switch_of(module)) for _, module in _modules(model, self.names[:1])
+        )
 
     def switch(self, model: Module, on: bool) -> None:
         """Switch checkpointing on or off. Raises ``UnsupportedModel``."""
         if not on:
             self._refuse_fixed(model)
         for _, module in _modules(model, self.names):
-            setattr(module, SWITCH, on)
+            setattr(module, _switch_of(module), on)
 
     def _refuse_fixed(self, model: Module) -> None:
         for _, module in _modules(model, self._fixed):
@@ -92,7 +96,8 @@ class CheckpointFlags:
 
     def is_uneven(self, model: Module) -> bool:
         """Whether it is on in some modules and off in others (``every_n_layers``)."""
-        return len({bool(getattr(module, SWITCH)) for _, module in _modules(model, self.names)}) > 1
+        modules = [module for _, module in _modules(model, self.names)]
+        return len({bool(getattr(module, _switch_of(module))) for module in modules}) > 1
 
     def set_function(self, model: Module, function: Any) -> list[Any]:
         """Have every module ask ``function``; returns the functions of others that it replaces."""
@@ -118,19 +123,19 @@ class CheckpointFlags:
         """Give every module the attributes back that it had."""
         for name, module in _modules(model, self._before):
             state = self._before[name]
-            for key in (SWITCH, CHECKPOINT_FUNCTION):
+            for key in (_switch_of(module), CHECKPOINT_FUNCTION):
                 if key not in state:
                     module.__dict__.pop(key, None)
                 elif not _is_fixed(module, key):
                     setattr(module, key, None if state[key] == _LOST else state[key])
-        if not any(state.get(SWITCH) for state in self._before.values()):
+        if not any(map(_was_on, self._before.values())):
             # PEFT asks for one where checkpointing is on, which was our doing, and whoever enables
             # it then asks for another.
             for name, module in model.named_modules():
                 most = self._input_hooks.get(name, 0) + 1
                 drop_forward_hooks(module, _input_hooks(module)[:-most])
         lost = (s for s in self._before.values() if s.get(CHECKPOINT_FUNCTION) == _LOST)
-        if any(state.get(SWITCH) for state in lost):
+        if any(map(_was_on, lost)):
             enable: Any = model.enable_gradient_checkpointing
             enable()
 
@@ -141,6 +146,21 @@ def described(function: Any) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in function.keywords.items())
         return f"{described(function.func)} ({options})"
     return getattr(function, "__qualname__", str(function))
+
+
+def _switch_of(module: Module) -> str:
+    """Name of the attribute that switches the module's own checkpointing."""
+    own = isinstance(module.__dict__.get(OTHER_SWITCH), bool)
+    enables = hasattr(type(module), "enable_gradient_checkpointing")
+    return OTHER_SWITCH if own and enables and not hasattr(module, SWITCH) else SWITCH
+
+
+def _has_switch(module: Module) -> bool:
+    return hasattr(module, SWITCH) or _switch_of(module) == OTHER_SWITCH
+
+
+def _was_on(state: dict[str, Any]) -> bool:
+    return bool(state.get(SWITCH) or state.get(OTHER_SWITCH))
 
 
 def _property(module: Module, key: str) -> property | None:

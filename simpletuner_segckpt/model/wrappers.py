@@ -49,14 +49,6 @@ def unwrap(model: Module) -> Module:
     return unwrap(inner.get_base_model()) if isinstance(inner, PeftModel) else inner
 
 
-def is_one_graph(model: Module) -> bool:
-    """Whether ``model`` is compiled as a whole, under PEFT's and parallel wrappers."""
-    inner = _inside_parallel(model)
-    if is_optimized(inner) or is_compiled_in_place(inner):
-        return True
-    return isinstance(inner, PeftModel) and is_one_graph(inner.get_base_model())
-
-
 # Whose ``module`` is the model, by where they come from: what nobody imported wraps nothing.
 _PARALLEL = (
     ("torch.nn.parallel", "DistributedDataParallel"),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch.utils.checkpoint
@@ -15,6 +15,7 @@ from ..offload.buffers import BufferPool
 from ..offload.device import Accelerator
 from ..offload.saved_tensors import HostMemory, Offload
 from ..private.of_torch import pytree
+from ..schedules.schedule import Kept
 from ..schedules.tally import tally
 from .containers import is_container
 from .contexts import Contexts, Together
@@ -109,16 +110,21 @@ class _Unflattened:
 
 @dataclass(frozen=True)
 class BlockWrappers:
-    """How the covered blocks of one forward run, and how those in the gaps do.
+    """How the blocks of one forward run.
 
-    whole: how those run that are recomputed as a whole whatever the backend is for.
-    offload: what this forward has in CPU memory.
+    gap: those that are not covered. whole: those that are recomputed as a whole, by what of them
+    is kept. inside: those that are covered, where only parts of them are recomputed. offload: what
+    this forward has in CPU memory.
     """
 
-    covered: CallWrapper
     gap: CallWrapper
-    whole: CallWrapper
+    whole: Callable[[Kept], CallWrapper]
+    inside: CallWrapper | None = None
     offload: Offload | None = None
+
+    def covered(self, kept: Kept = ()) -> CallWrapper:
+        """How a block runs that is covered and keeps the outputs of these operators."""
+        return self.whole(kept) if self.inside is None else self.inside
 
 
 class Backend:
@@ -128,7 +134,7 @@ class Backend:
         self.config = config
         self.order: dict[int, int] = {}  # in which backward wants what was offloaded
         self.host: HostMemory | None = None
-        self.keeping = Keeping(config.keep) if config.keep else None
+        self._keeping: dict[Kept, Keeping] = {}
         asked = config.enabled and (config.inputs_on_cpu or config.offload_attention)
         if asked and accelerator is not None:
             pool = BufferPool(config.pin_memory_max_buckets, accelerator.pinned)
@@ -163,12 +169,22 @@ class Backend:
             parts["attention"] = partial(offload.run, "attention")
         gap = partial(with_submodules, parts) if parts else plainly
         inputs = offload if config.inputs_on_cpu else None
-        covered: CallWrapper = Recompute(contexts, self.keeping, inputs)
-        whole = covered
+
+        @cache
+        def whole(kept: Kept) -> CallWrapper:
+            return Recompute(contexts, self._keeping_of(kept), inputs)
+
+        inside = None
         if config.feed_forward_only:
-            recompute = partial(_counted, covered)
-            covered = partial(with_submodules, {**parts, "feed_forward": recompute})
-        return BlockWrappers(covered, gap, whole, offload)
+            recompute = partial(_counted, whole(()))
+            inside = partial(with_submodules, {**parts, "feed_forward": recompute})
+        return BlockWrappers(gap, whole, inside, offload)
+
+    def _keeping_of(self, kept: Kept) -> Keeping | None:
+        """What was learned of calls that keep these, from forward to forward."""
+        if not kept:
+            return None
+        return self._keeping.setdefault(kept, Keeping(kept))
 
 
 def _anew(config: CheckpointingConfig) -> Backend:

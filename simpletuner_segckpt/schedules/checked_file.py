@@ -79,7 +79,10 @@ def native_plan(settings: Settings, family: Family, report: Report) -> tuple[Rep
         if name not in settings.file.values or name in told:
             continue
         if settings.file.called(name) == name:
-            message = "is an option that SimpleTuner does not know and refuses; leave it out"
+            message = (
+                "is an option that SimpleTuner does not know and refuses; leave it out, "
+                "or train with segckpt launch and without --native"
+            )
             findings.append(settings.finding("unsupported-option", message, key))
         else:
             message = "is a variable that SimpleTuner does not read"

@@ -140,8 +140,9 @@ def shortfalls(
 
     covered = [span for span in effect.spans if span.recomputed]
     for kind in planned.kept:
-        without = [span for span in covered if not span.tally.kept[kind]]
-        if not without or (planned.path == UNITS and len(without) < len(covered)):
+        asked = [s for s in covered if kind in planned.schedule.kept_by(s.blocks.start)]
+        without = [span for span in asked if not span.tally.kept[kind]]
+        if not without or (planned.path == UNITS and len(without) < len(asked)):
             continue  # most units have no attention
         if kind == "attention":
             why = "they ran no fused attention without dropout, which alone can be kept"

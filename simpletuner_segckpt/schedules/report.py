@@ -9,9 +9,10 @@ from typing import Literal
 
 from ..config.settings import Settings
 from ..config_schema import CheckpointingConfig
+from ..config_schema.keys import KEEP
 from ..families.schema import Family, Stack
 from .conditions import Condition, config_conditions
-from .schedule import Schedule, make_schedules
+from .schedule import Kept, Schedule, make_schedules
 
 UNITS = "units"  # the path under which modules outside every stack are reported
 MOST_BLOCKS = 10_000  # of a stack
@@ -27,7 +28,6 @@ class StackReport:
 
     feed_forward: attribute paths in a block of what is recomputed of covered blocks; empty when
         it is the whole block.
-    kept: operators whose outputs covered blocks keep, ``attention`` and ``ffn``.
     inputs_on_cpu: whether what enters a checkpoint call waits for backward in CPU memory.
     offloaded: blocks whose attention saves to CPU memory.
     """
@@ -37,7 +37,6 @@ class StackReport:
     schedule: Schedule
     reason: str = ""
     feed_forward: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
     inputs_on_cpu: bool = False
     offloaded: tuple[int, ...] = ()
 
@@ -56,6 +55,12 @@ class StackReport:
     @property
     def gap(self) -> tuple[int, ...]:
         return self.schedule.gap
+
+    @property
+    def kept(self) -> Kept:
+        """Operators whose outputs at least one covered block keeps."""
+        asked = {kind for block in self.covered for kind in self.schedule.kept_by(block)}
+        return tuple(kind for kind in KEEP if kind in asked)
 
     def lines(self) -> list[str]:
         """For example ``blocks: 8 blocks, segmented: [0 1] 2 3 [4 5] 6 7`` and the counts."""
@@ -166,10 +171,9 @@ def _stack_report(
         return StackReport(
             path,
             strategy,
-            schedule,
+            schedule.keeping(_kept(path, config, described)),
             reason,
             feed_forward=feed_forward if config.feed_forward_only and schedule.segments else (),
-            kept=_kept(path, schedule, config, described),
             inputs_on_cpu=config.inputs_on_cpu and bool(schedule.segments),
             offloaded=_offloaded(schedule, config, described),
         )
@@ -196,11 +200,9 @@ def _stack_report(
     return report("segmented", schedule, cut)
 
 
-def _kept(
-    path: str, schedule: Schedule, config: CheckpointingConfig, described: Stack | None
-) -> tuple[str, ...]:
+def _kept(path: str, config: CheckpointingConfig, described: Stack | None) -> Kept:
     """The operators whose outputs covered blocks keep; of units it is not known before they run."""
-    if not schedule.segments or path == UNITS:
+    if path == UNITS:
         return ()
     projections = described.projections if described else ()
     return tuple(kind for kind in config.keep if kind != "ffn" or projections)

@@ -1,4 +1,4 @@
-"""Which blocks of a stack are recomputed, and which share a checkpoint call.
+"""Which blocks of a stack are recomputed, which share a checkpoint call, and what these keep.
 
 Pure arithmetic: no torch, no I/O. ``interval`` is the number of blocks in a segment and
 ``stride`` the distance between the starts of two segments, so block ``b`` of a stack is
@@ -7,18 +7,23 @@ Pure arithmetic: no torch, no I/O. ``interval`` is the number of blocks in a seg
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+Kept = tuple[str, ...]  # words of ``gradient_checkpointing_keep``, in their order there
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The segments of one stack of ``blocks`` blocks.
+    """How each block of one stack of ``blocks`` blocks is treated.
 
-    Each segment is a ``range`` of block indices, in ascending order and without overlap.
+    Each segment is a ``range`` of block indices, in ascending order and without overlap; what is in
+    none runs plainly. kept: for each block, the operators whose outputs stay in memory where it is
+    recomputed, alike for the blocks of a segment; empty where none of them keeps any.
     """
 
     blocks: int
     segments: tuple[range, ...]
+    kept: tuple[Kept, ...] = ()
 
     @property
     def covered(self) -> tuple[int, ...]:
@@ -36,15 +41,22 @@ class Schedule:
         """Every block covered, in a segment of its own."""
         return cls(blocks, tuple(range(block, block + 1) for block in range(blocks)))
 
+    def kept_by(self, block: int) -> Kept:
+        """The operators whose outputs stay in memory where ``block`` is recomputed."""
+        return self.kept[block] if self.kept else ()
+
+    def keeping(self, kinds: Kept) -> "Schedule":
+        """The same schedule, with these operators kept wherever a block is recomputed."""
+        return replace(self, kept=(kinds,) * self.blocks if kinds else ())
+
     def per_block(self) -> "Schedule":
         """The same coverage with every covered block in a segment of its own."""
         return self.without(())
 
     def without(self, blocks: Collection[int]) -> "Schedule":
         """Every covered block in a segment of its own, and ``blocks`` in the gap."""
-        return Schedule(
-            self.blocks, tuple(range(b, b + 1) for b in self.covered if b not in blocks)
-        )
+        alone = tuple(range(b, b + 1) for b in self.covered if b not in blocks)
+        return replace(self, segments=alone)
 
     def cut(self, boundaries: frozenset[int]) -> "Schedule":
         """The same coverage with no segment across a boundary in ``boundaries``.
@@ -58,7 +70,7 @@ class Schedule:
                 if block in boundaries or block == segment[-1]:
                     pieces.append(range(start, block + 1))
                     start = block + 1
-        return Schedule(self.blocks, tuple(pieces))
+        return replace(self, segments=tuple(pieces))
 
     def __str__(self) -> str:
         """Segments in brackets, gap blocks bare: ``[0 1] 2 3 [4 5] 6 7 [8]``."""

@@ -54,7 +54,7 @@ def planned(profile: Profile, family: Family, settings: Settings) -> Report:
     report = make_report(settings, family, profile.counts)
     kept = settings.checkpointing.keep
     stacks = (
-        replace(stack, kept=kept) if stack.path == UNITS and stack.segments else stack
+        replace(stack, schedule=stack.schedule.keeping(kept)) if stack.path == UNITS else stack
         for stack in report.stacks
     )
     return replace(report, stacks=tuple(stacks))

@@ -181,7 +181,7 @@ def _runner(treatment: str, away: "_Away", again: _Again) -> CallWrapper:
     run = plainly
     if name == COVERED:
         contexts = (lambda: (nullcontext(), again),)
-        run = Backend(CheckpointingConfig(keep=kept), None).begin(contexts).covered
+        run = Backend(CheckpointingConfig(), None).begin(contexts).whole(tuple(kept))
     elif name == FFN:
         parts["feed_forward"] = Recompute(offload=away if INPUTS in treatment else None)
     return partial(with_submodules, parts, run) if parts else run

@@ -60,7 +60,7 @@ def of_block(stack: StackReport, index: int) -> str:
         return PLAIN + offloaded
     if stack.feed_forward:
         return FFN + (INPUTS if stack.inputs_on_cpu else "") + offloaded
-    return keeping(stack.kept)
+    return keeping(stack.schedule.kept_by(index))
 
 
 def instead_of(treatment: str) -> tuple[str, ...]:
