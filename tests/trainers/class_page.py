@@ -64,7 +64,7 @@ def _cells(outcome: Outcome, modes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _cell(found: Measured) -> str:
-    if found.refused.startswith("ConfigError"):
+    if found.refused.startswith(("ConfigError", "UnsupportedModel")):
         return "-"
     if found.refused:
         return f"**{found.refused.partition(':')[0]}**"

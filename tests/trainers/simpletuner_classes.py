@@ -443,18 +443,19 @@ INTRODUCTION = """
 Each model class of SimpleTuner 4.10.1, built small with random weights on a CPU (torch 2.13,
 diffusers 0.42.1), and one training step of it: plain, with each set of keys carried out by this
 package, and with the same keys given to the class's own setters (`native=True`), on the same
-weights in one run. `python tests/trainers/simpletuner_classes.py --write PAGE` makes this page.
+weights in one process. `python tests/trainers/simpletuner_classes.py --write PAGE` makes this page.
 
-In a cell stand the blocks that backward ran again, and the kilobytes (1000 bytes) that the forward
-left alive for backward: first of this package, then, after the dot, of the class itself. A dash is
-a key that is refused. **wrong** means that the gradients are not those of the plain step; the name
-of an error, that the class ended with it. The trainer's own calls (`enable_gradient_checkpointing`,
-`disable_gradient_checkpointing`, its setters) were made before and after `apply`, and changed
-nothing.
+In a cell stand the blocks that backward ran again, and the kilobytes (1000 bytes) that the
+forward left alive for backward: first of this package, then, after the dot, of the class itself.
+A dash is a key that is refused, or a class without setters. **wrong** means that the gradients
+are not those of the plain step; the name of an error, that the class ended with it. The trainer's
+own calls (`enable_gradient_checkpointing`, `disable_gradient_checkpointing`, its setters) were
+made before and after `apply`, and changed nothing.
 
 `layer` is no key but the switch; `2 of 3` is interval 2 with stride 3; `unsloth` and both `keep`
 and `keep_last` columns have interval 2; `offload` is `offload_attention` with 2 of 3. On a CPU
-nothing is moved, so these two show only what runs again.
+nothing is moved, so these two show only what runs again, and bytes of `offload` are no comparison.
+Units of UNets (ResNet blocks and the like) run one by one and are not among the blocks counted.
 """
 
 NOTES = """
