@@ -47,6 +47,10 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
+def switch_on(model: Any) -> None:
+    model.enable_gradient_checkpointing()
+
+
 def made(path: str, *args: Any, **kwargs: Any) -> Any:
     """What the class or function at a dotted path returns."""
     module, _, name = path.rpartition(".")
@@ -409,7 +413,8 @@ INTRODUCTION = """
 
 Written by `python tests/trainers/checkout_classes.py`, from checkouts of sd-scripts and
 musubi-tuner. Models of six blocks to a stack with random weights, on a CPU; a cell is
-"blocks that backward ran again / kB alive after a forward".
+"blocks that backward ran again / kB alive after a forward"; under `layer` the second pair is
+the class's own `enable_gradient_checkpointing()`, on the same weights.
 """
 
 
@@ -427,7 +432,7 @@ def main() -> int:
         sys.path.insert(0, str(Path(folder, SOURCES[name]).resolve()))
         rows += [r for r in TABLES[name]() if not options.names or r.family in options.names]
     torch.cuda.current_device = lambda: 0  # musubi's T5 asks for it when it is imported
-    outcomes = list(run(rows, native=False))
+    outcomes = list(run(rows, native=False, own_switch=switch_on))
     text = page(outcomes, INTRODUCTION, "")
     if options.write:
         options.write.write_text(text, "utf-8")

@@ -88,12 +88,17 @@ class Outcome:
 
 
 def run(
-    rows: Iterable[Row], *, native: bool, trainer_calls: Callable[[nn.Module], None] | None = None
+    rows: Iterable[Row],
+    *,
+    native: bool,
+    trainer_calls: Callable[[nn.Module], None] | None = None,
+    own_switch: Callable[[nn.Module], None] | None = None,
 ) -> Iterator[Outcome]:
     """Run every mode on every row.
 
     native: the classes have setters of their own, which are measured, too. trainer_calls: what the
-    trainer calls on its model by itself, which must not change what is installed.
+    trainer calls on its model by itself, which must not change what is installed. own_switch:
+    switches on the classes' own checkpointing of every block, which is measured beside ``layer``.
     """
     registry = FamilyRegistry.shipped()
     gc.collect()
@@ -105,11 +110,15 @@ def run(
             continue
         kind = type(_model(row, family))
         family = registry.for_class(kind, row.family, row.flavour) or family
-        yield _run(row, family, native, trainer_calls)
+        yield _run(row, family, native, trainer_calls, own_switch)
 
 
 def _run(
-    row: Row, family: Family, native: bool, trainer_calls: Callable[[nn.Module], None] | None
+    row: Row,
+    family: Family,
+    native: bool,
+    trainer_calls: Callable[[nn.Module], None] | None,
+    own_switch: Callable[[nn.Module], None] | None,
 ) -> Outcome:
     inputs = _inputs(row, family)
     plain = step(_model(row, family), inputs)
@@ -119,6 +128,8 @@ def _run(
         ours[name] = _measure(row, family, inputs, plain, keys, name)
         if native and not any("keep" in key for key in keys):
             theirs[name] = _measure(row, family, inputs, plain, keys, name, native=True)
+    if own_switch is not None:
+        theirs["layer"] = _switched_on(row, family, inputs, plain, own_switch)
     if trainer_calls is not None:
         expected = ours["interval 2"]
         for when in ("before", "after"):
@@ -129,6 +140,23 @@ def _run(
     problems += _problems(ours, theirs, MODES if row.beside else ["torch-ffn"])
     blocks = len(_witnesses(_model(row, family), family, inputs))
     return Outcome(row, family.title, blocks, ours, theirs, tuple(problems))
+
+
+def _switched_on(
+    row: Row,
+    family: Family,
+    inputs: Mapping[str, Any],
+    plain: Any,
+    switch: Callable[[nn.Module], None],
+) -> Measured:
+    """The class's own checkpointing, without anything of ours."""
+    model = _model(row, family)
+    witnesses = _witnesses(model, family, inputs)
+    switch(model)
+    with _counting(witnesses) as calls:
+        wrong = step(model, inputs).differences(plain)
+    again = sum(calls.values()) - sum(count for _, count in witnesses.values())
+    return Measured("", tuple(wrong), again, _alive(model, inputs))
 
 
 def _problems(
