@@ -38,8 +38,8 @@ FAULTS = [
         "the wrong result goes into the next block",
         "conditions",
         "engine/links.py",
-        "fed.setdefault(place, {})[leaf] = produced[source]",
-        "fed.setdefault(place, {})[leaf] = produced[source - 1]",
+        "sources = [produced[source] for _, source in self.carried]",
+        "sources = [produced[source - 1] for _, source in self.carried]",
     ),
     Fault(
         "a follower's arguments are not checked",
@@ -171,14 +171,14 @@ FAULTS = [
         "a written buffer is forgotten",
         "foreign_hooks",
         "recompute/state.py",
-        "noted.buffers = [buffer for buffer in noted.buffers if buffer.written]",
+        "noted.buffers = written_by(noted.buffers, hooks, self.siblings)",
         "noted.buffers = []",
     ),
     Fault(
         "hooks are not put back",
         "foreign_hooks",
         "recompute/state.py",
-        "if state[kind].keys() != before.keys():",
+        "if state[kind].keys() != table.keys():",
         "if False:",
     ),
     Fault(
