@@ -177,7 +177,8 @@ class CheckpointEntry:
     def _plan_traced(self, given: tuple[Any, ...] | None, schedule: str) -> tuple[TracedStack, ...]:
         """How the blocks of a traced forward run; asked by the compiler itself.
 
-        It also says what is lost, since a traced forward cannot. given: as ``given_in``.
+        It also says what is lost, since a traced forward cannot. given: as ``given_in``. schedule:
+        ``self.schedule``, to which the code that is made is held.
         """
         plan = self.forwards.plan_traced(self.blocks, given)
         if any(self._lost_when_compiled()):
@@ -223,25 +224,29 @@ class CheckpointEntry:
         if self.forwards.config.feed_forward_only:
             return call(*args, **kwargs)
         for plan in self._traced:
-            blocks = self.blocks[plan.path]
-            for index, one in enumerate(blocks):
-                if one is not block:
-                    continue
-                stop = plan.stops[index]
-                if self._open_segment is not None:
-                    result = self._open_segment.follow(index, args, kwargs)
-                    if index + 1 == self._open_segment.stop:
-                        self._open_segment = None
-                    return result
-                if stop < 0:
-                    return call(*args, **kwargs)
-                if stop == index + 1:
-                    return self.backend.in_graph(call, *args, **kwargs)
-                calls = [original_call(member) for member in blocks[index:stop]]
-                result = self.backend.in_graph(segment_call(plan, calls), *args, **kwargs)
-                self._open_segment = OpenSegment(plan, index, args, kwargs, result)
-                return self._open_segment.held
+            for index, one in enumerate(self.blocks[plan.path]):
+                if one is block:
+                    return self._run_traced(plan, index, call, args, kwargs)
         return self.backend.in_graph(call, *args, **kwargs)
+
+    def _run_traced(
+        self, plan: TracedStack, index: int, call: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block of a stack, or the segment that it begins, or hand on what that returned."""
+        if self._open_segment is not None:
+            result = self._open_segment.follow(index, args, kwargs)
+            if index + 1 == self._open_segment.stop:
+                self._open_segment = None
+            return result
+        stop = plan.stops[index]
+        if stop < 0:
+            return call(*args, **kwargs)
+        if stop == index + 1:
+            return self.backend.in_graph(call, *args, **kwargs)
+        calls = [original_call(member) for member in self.blocks[plan.path][index:stop]]
+        result = self.backend.in_graph(segment_call(plan, calls), *args, **kwargs)
+        self._open_segment = OpenSegment(plan, index, args, kwargs, result)
+        return self._open_segment.held
 
     @property
     def takes_calls(self) -> bool:

@@ -144,10 +144,11 @@ class ForwardPlanner:
                 )
             return StackRun(whole, SHARED)
         refuse_hooks(planned, blocks)
+        probed = not carried
         hooks: dict[int, str] = {}
         if planned.strategy == "segmented" and not found:
             # Segments of what nobody described are tried out: a hook would act once more.
-            hooks = hook_boundaries(planned.path, blocks, alone=not carried)
+            hooks = hook_boundaries(planned.path, blocks, alone=probed)
             everywhere = hook_everywhere()
             found += [str(everywhere)] if everywhere else _against_segments(planned.schedule, hooks)
         if found and planned.strategy == "segmented":
@@ -162,7 +163,6 @@ class ForwardPlanner:
                 return StackRun(stack.recomputed_whole(), reason, memory)
         if found or planned.strategy != "segmented":
             return StackRun(stack, reason, memory)
-        probed = not carried
         shape = with_hooks(shape, hooks)
         proven = self.proof_tables[planned.path]
         proof = proven.get(shape)
@@ -293,12 +293,12 @@ class ForwardPlanner:
         self._ran = {stack.path for stack in ran}
         schedules = self._schedules({stack.path: stack.blocks for stack in ran})
         scheduled = []
-        if any(stack.segments != schedules[stack.path].segments for stack in ran):
-            self.proof_tables = self._nothing_proven()
-            self.proofs = {}
         for stack in ran:
             again = replace(stack.schedule, segments=schedules[stack.path].segments)
             scheduled.append(replace(stack, schedule=again))
+        if scheduled != list(ran):
+            self.proof_tables = self._nothing_proven()
+            self.proofs = {}
         self.stacks = (*scheduled, *(s for s in self.stacks if s.path not in self._ran))
 
     def _schedules(self, counts: Mapping[str, int]) -> dict[str, Schedule]:

@@ -111,8 +111,7 @@ def class_names(families: Iterable[Family]) -> set[str]:
     paths: list[str] = []
     for family in families:
         paths += family.classes
-        paths += family.native.classes if family.native else ()
-        paths += (path for own in family.implementations for path in own.classes)
+        paths += (path for own in _implementations(family) for path in own.classes)
     return {path.rpartition(".")[2] for path in paths}
 
 
@@ -187,12 +186,19 @@ def _as_class_has_it(family: Family, candidate: type) -> Family | None:
     """``family`` as the class has it; None where it does not describe the class."""
     if any(is_class(candidate, path) for path in family.classes):
         return family
-    native = family.native.classes if family.native else ()
-    of_setters = Implementation(trainer="SimpleTuner", classes=native, conditions=family.conditions)
-    for own in (*family.implementations, of_setters):
+    for own in _implementations(family):
         if any(is_class(candidate, path) for path in own.classes):
             return family.implemented_as(own)
     return None
+
+
+def _implementations(family: Family) -> Iterator[Implementation]:
+    """Of other packages, those included that carry out the keys by setters of their own."""
+    yield from family.implementations
+    if family.native:
+        yield Implementation(
+            trainer="SimpleTuner", classes=family.native.classes, conditions=family.conditions
+        )
 
 
 def _spelling(name: str) -> str:

@@ -170,7 +170,7 @@ class Launched:
             return self._is_asked(type(model))
         name = self.settings.trainer.model_family
         found = self.registry.for_class(type(model), name)
-        return found is not None and (not name or found.family in _names(self.registry, name))
+        return found is not None and (not name or found.family in _families(self.registry, name))
 
     def _refuse_parts(self, model: Module) -> None:
         """Enabling a part of a model takes the part's checkpoint function out of its schedule."""
@@ -219,5 +219,5 @@ class Launched:
         return "nothing-recomputed", "nothing was recomputed in any training forward"
 
 
-def _names(registry: FamilyRegistry, name: str) -> set[str]:
+def _families(registry: FamilyRegistry, name: str) -> set[str]:
     return {family.family for family in registry.named(name)}

@@ -182,9 +182,9 @@ class Backend:
 
     def _keeping_of(self, kept: Kept) -> Keeping | None:
         """What was learned of calls that keep these, from forward to forward."""
-        if not kept:
-            return None
-        return self._keeping.setdefault(kept, Keeping(kept))
+        if kept and kept not in self._keeping:
+            self._keeping[kept] = Keeping(kept)
+        return self._keeping.get(kept)
 
 
 def _anew(config: CheckpointingConfig) -> Backend:

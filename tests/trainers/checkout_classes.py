@@ -19,7 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from class_page import page
-from class_runner import Row, run
+from class_runner import Row, random_weights, run
 
 # What is put on the path of a checkout's root.
 SOURCES = {"sd-scripts": ".", "musubi-tuner": "src"}
@@ -39,11 +39,9 @@ FLUX = STREAMS | {
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.05)
-        if isinstance(table := getattr(model, "pos_embed", None), torch.Tensor):
-            table.normal_(std=0.05)  # SD3's waits for its weights
+    random_weights(model)
+    if isinstance(table := getattr(model, "pos_embed", None), torch.Tensor):
+        table.normal_(std=0.05)  # SD3's waits for its weights
     return model
 
 

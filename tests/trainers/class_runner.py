@@ -304,6 +304,14 @@ def _counted(forward: Callable[..., Any], calls: Counter[Any], key: Any) -> Call
     return counted
 
 
+def random_weights(model: nn.Module) -> nn.Module:
+    """``model`` with all of its parameters drawn anew."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    return model
+
+
 def _model(row: Row, family: Family) -> nn.Module:
     if row.build is not None:
         torch.manual_seed(0)

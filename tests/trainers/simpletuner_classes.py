@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from class_page import page
-from class_runner import Row, run
+from class_runner import Row, random_weights, run
 
 MODELS = "simpletuner.helpers.models"
 
@@ -40,14 +40,8 @@ def row(family: str, path: str, **rest: Any) -> Row:
 
 def built(path: str, config: Any, **values: Any) -> Any:
     """A model of a class that takes a configuration object."""
-    import torch
-
     module, _, name = f"{MODELS}.{path}".rpartition(".")
-    model = getattr(import_module(module), name)(config(**values))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.05)
-    return model
+    return random_weights(getattr(import_module(module), name)(config(**values)))
 
 
 def ideogram() -> Any:
