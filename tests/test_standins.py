@@ -366,8 +366,9 @@ def test_stacks_that_a_native_class_counts_on():
 
 
 def test_segments_that_run_on_from_one_stack_into_the_next():
-    stacks = {"in_blocks": 5, "out_blocks": 5}
-    assert native_schedules(family("zlab_i1"), stacks, interval=2) == ["0 1 2 3 4"] * 2
+    stacks = {"in_blocks": 5, "mid_block": 1, "out_blocks": 5}
+    plain = "0 1 2 3 4"
+    assert native_schedules(family("zlab_i1"), stacks, interval=2) == [plain, "0", plain]
 
 
 def test_stacks_with_a_rule_of_their_own_in_a_native_class():

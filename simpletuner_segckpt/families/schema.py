@@ -19,11 +19,11 @@ class _Record(BaseModel):
 
 
 class Stack(_Record):
-    """One ``nn.ModuleList`` of blocks that the model's forward loops over."""
+    """One ``nn.ModuleList`` of blocks that the model's forward loops over, or a block by itself."""
 
     path: str  # attribute path of the list on the model; `*` stands for any one name
     block: str  # class name of the blocks
-    count: str = ""  # key of the model's config.json that gives the number of blocks, or a list
+    count: str | int = ""  # the key of the model's config.json that gives it, or a list; or itself
     carried: Mapping[str, int | Literal["return"]] = {}
     """Block parameter -> index in the block's returned tuple, or the whole return value."""
     feed_forward: tuple[str, ...] = ()  # attribute paths inside a block
@@ -188,7 +188,9 @@ class Family(_Record):
         """
         found = {}
         for stack in self.stacks:
-            value = config.get(stack.count) if stack.count and not stack.optional else None
+            value = None if stack.optional else stack.count
+            if isinstance(value, str):
+                value = config.get(value)
             if isinstance(value, (list, tuple)):
                 value = len(value)
             if isinstance(value, int) and not isinstance(value, bool):

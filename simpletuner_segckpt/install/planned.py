@@ -8,7 +8,7 @@ from ..families.schema import Family
 from ..messages.errors import UnknownFamily, UnsupportedModel
 from ..messages.log import logger, warn
 from ..model.stacks import (
-    block_list,
+    blocks_of,
     candidate_stacks,
     has_checkpointing_layers,
     holds_one_twice,
@@ -69,7 +69,7 @@ def _find_family(
     except UnknownFamily as error:
         warn("other-family", f"model_family: {error}")
         named = None
-    if found is None and named and all(block_list(base, s.path) for s in named.stacks):
+    if found is None and named and all(blocks_of(base, s.path) for s in named.stacks):
         return named  # a trainer's own class, with the stacks of the family that it names
     if found is None and has_checkpointing_layers(base):
         logger.info("%s is made of layers of transformers, which are its stacks", class_name)

@@ -10,18 +10,18 @@ from ..families.schema import Stack, matches
 from .wrappers import unwrapped
 
 
-def block_list(model: Module, path: str) -> ModuleList | None:
-    """The list of blocks at ``path``, or None when the model has no such list."""
+def blocks_of(model: Module, path: str) -> list[Module]:
+    """The blocks of the stack at ``path``; empty when the model has no such list any more.
+
+    A block that stands by itself, between two lists, is a stack of one.
+    """
     try:
         found = model.get_submodule(path)
     except AttributeError:
-        return None
-    return found if isinstance(found, ModuleList) else None
-
-
-def blocks_of(model: Module, path: str) -> list[Module]:
-    """The blocks of the stack at ``path``; empty when the model has no such list any more."""
-    return list(block_list(model, path) or ())
+        return []
+    if isinstance(found, ModuleList):
+        return list(found)
+    return [found] if type(found).forward is not Module.forward else []
 
 
 def all_modules(modules: Iterable[Module]) -> list[Module]:

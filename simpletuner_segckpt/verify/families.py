@@ -119,7 +119,9 @@ def _form_of_stack(stack: Stack, path: str, model: Module) -> Iterator[str]:
     for name in stack.carried:
         if not any(name in signature(type(block).forward).parameters for block in blocks):
             yield f"the blocks of `{path}` take no `{name}`"
-    count = getattr(getattr(model, "config", None), stack.count, None) if stack.count else None
+    count: object = stack.count
+    if isinstance(count, str) and count:
+        count = getattr(getattr(model, "config", None), count, None)
     if stack.count and (len(count) if isinstance(count, (list, tuple)) else count) != len(blocks):
         yield f"`{stack.count}` does not give the number of blocks in `{path}`"
 

@@ -2,8 +2,8 @@
 
     python tests/trainers/checkout_classes.py --checkout sd-scripts=DIR --checkout musubi-tuner=DIR
 
-Not collected by pytest; needs what the classes import (einops, torchvision, accelerate, ...). Exits
-with 1 where a class is wrong or not served.
+Not collected by pytest; needs what the classes import (einops, torchvision, opencv-python-headless,
+...). Exits with 1 where a class is wrong or not served.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def row(
     path: str,
     build: Callable[[], nn.Module] | None = None,
     inputs: Callable[[], dict[str, Any]] | None = None,
-    cannot: str = "",
+    **more: Any,
 ) -> Row:
     """One class; ``inputs`` makes the arguments of its forward."""
     return Row(
@@ -69,7 +69,7 @@ def row(
         inputs={},
         build=(lambda: randomised(build())) if build else None,
         prepare=(lambda _: inputs()) if inputs else (lambda given: given),
-        cannot=cannot,
+        **more,
     )
 
 
@@ -194,6 +194,7 @@ def anima_inputs() -> dict[str, Any]:
     }
 
 
+FLUX_BESIDE = ("time_in", "vector_in", "guidance_in")
 KREA2 = {
     "features": 32,
     "tdim": 16,
@@ -246,12 +247,14 @@ def musubi() -> list[Row]:
             flux,
             configured(flux, "FluxParams", FLUX | {"vec_in_dim": 16}, **torch_only),
             flux_inputs,
+            beside=FLUX_BESIDE,
         ),
         row(
             "flux2",
             flux2,
             configured(flux2, "Flux2Params", flux2_values, **torch_only),
             flux2_inputs,
+            beside=("time_in", "guidance_in"),
         ),
         row(
             "wan",
@@ -327,6 +330,10 @@ def musubi() -> list[Row]:
                 **torch_only,
             ),
             framepack_inputs,
+            beside=(
+                *("x_embedder.proj", "time_text_embed", "context_embedder", "image_projection"),
+                *("norm_out", "proj_out"),
+            ),
         ),
         row("hunyuan_video", hunyuan, cannot="its text refiner asks for a GPU"),
         row("kandinsky5_video", kandinsky, cannot="it casts to bfloat16 inside, wherever it runs"),
@@ -339,7 +346,13 @@ def sd_scripts() -> list[Row]:
     sd3, lumina = "library.sd3_models.MMDiT", "library.lumina_models.NextDiT"
     anima = "library.anima_models.Anima"
     return [
-        row("flux", flux, configured(flux, "FluxParams", FLUX | {"vec_in_dim": 16}), flux_inputs),
+        row(
+            "flux",
+            flux,
+            configured(flux, "FluxParams", FLUX | {"vec_in_dim": 16}),
+            flux_inputs,
+            beside=FLUX_BESIDE,
+        ),
         row("chroma", chroma, configured(chroma, "ChromaParams", CHROMA), chroma_inputs),
         row(
             "sd3",
@@ -372,6 +385,7 @@ def sd_scripts() -> list[Row]:
                 axes_lens=[64, 32, 32],
             ),
             lumina_inputs,
+            beside=("t_embedder", "final_layer"),
         ),
         row(
             "anima",
@@ -412,7 +426,9 @@ INTRODUCTION = """
 Written by `python tests/trainers/checkout_classes.py`, from checkouts of sd-scripts and
 musubi-tuner. Models of six blocks to a stack with random weights, on a CPU; a cell is
 "blocks that backward ran again / kB alive after a forward"; under `layer` the second pair is
-the class's own `enable_gradient_checkpointing()`, on the same weights.
+the class's own `enable_gradient_checkpointing()`, on the same weights. Where that recomputes more
+than blocks, the table of segments says what, and how much less `layer` would keep with ours if it
+were recomputed as well.
 """
 
 

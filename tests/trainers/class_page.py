@@ -51,7 +51,11 @@ def _segments(outcome: Outcome) -> tuple[str, ...]:
     name = f"`{outcome.row.model_class.rpartition('.')[2]}`"
     if outcome.row.cannot:
         return outcome.title, name, "", f"not run: {outcome.row.cannot}"
-    beside = f" (its own class also recomputes {outcome.row.beside})" if outcome.row.beside else ""
+    beside = ""
+    if outcome.row.beside:
+        also = ", ".join(f"`{path}`" for path in outcome.row.beside)
+        worth = f"{outcome.beside / 1000:.0f} kB of what `layer` keeps with ours"
+        beside = f" (its own class also recomputes {also}: {worth})"
     said = outcome.ours["interval 2"].segments.replace("|", "\\|")
     return outcome.title, name, str(outcome.blocks), said + beside
 

@@ -7,7 +7,7 @@ many blocks backward ran again, what a forward left alive for it, whether there 
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +49,8 @@ class Row:
 
     build: makes the model where a class takes no configuration by keywords.
     prepare: changes the inputs that ``inputs`` describes, where no table can.
-    beside: what the class recomputes besides blocks in every mode, so that it may keep less.
+    beside: paths of what the class recomputes besides blocks, in which ``*`` is any name. It may
+        keep less by as much as these are worth to us, where they are recomputed as well.
     cannot: why it is not run.
     """
 
@@ -60,7 +61,7 @@ class Row:
     inputs: Mapping[str, Any] | None = None
     build: Callable[[], nn.Module] | None = None
     prepare: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda inputs: inputs)
-    beside: str = ""
+    beside: tuple[str, ...] = ()
     cannot: str = ""
 
 
@@ -85,6 +86,7 @@ class Outcome:
     ours: Mapping[str, Measured] = field(default_factory=dict)
     theirs: Mapping[str, Measured] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    beside: int = 0  # bytes of the forward that ``layer`` leaves, for what ``row.beside`` names
 
 
 def run(
@@ -137,9 +139,13 @@ def _run(
             found = _measure(row, family, inputs, plain, MODES["interval 2"], "", **calls)
             if found != expected:
                 problems.append(f"differs when the trainer makes its calls {when} apply: {found}")
-    problems += _problems(ours, theirs, MODES if row.beside else ["torch-ffn"])
+    beside = 0
+    if row.beside:
+        also = family.model_copy(update={"units": (*family.units, *row.beside)})
+        beside = ours["layer"].alive - _measure(row, also, inputs, plain, {}, "layer").alive
+    problems += _problems(ours, theirs, beside)
     blocks = len(_witnesses(_model(row, family), family, inputs))
-    return Outcome(row, family.title, blocks, ours, theirs, tuple(problems))
+    return Outcome(row, family.title, blocks, ours, theirs, tuple(problems), beside)
 
 
 def _switched_on(
@@ -160,9 +166,9 @@ def _switched_on(
 
 
 def _problems(
-    ours: Mapping[str, Measured], theirs: Mapping[str, Measured], differ: Collection[str]
+    ours: Mapping[str, Measured], theirs: Mapping[str, Measured], beside: int
 ) -> Iterator[str]:
-    """``differ``: the modes in which a class does not recompute the same parts."""
+    """``beside``: bytes that a class keeps less since it recomputes more than blocks."""
     for name, mine in ours.items():
         if mine.refused and not mine.refused.startswith("ConfigError"):
             yield f"{name} fails: {mine.refused}"
@@ -171,8 +177,10 @@ def _problems(
         other = theirs.get(name)
         alike = other and not other.refused and not other.wrong and other.again == mine.again
         joined = name == "layer" or not mine.segments.startswith("per-block")  # as theirs may be
-        if other and alike and joined and mine.alive > other.alive and name not in differ:
-            yield f"{name} keeps {mine.alive} bytes, its own setters {other.alive}"
+        least = mine.alive - beside
+        if other and alike and joined and least > other.alive and name != "torch-ffn":
+            # Of feed-forwards each draws its own line.
+            yield f"{name} keeps {least} bytes, its own setters {other.alive}"
 
 
 def _measure(
@@ -195,6 +203,7 @@ def _measure(
         installation = simpletuner_segckpt.apply(
             model,
             {"model_family": row.family, "model_flavour": row.flavour} | dict(keys),
+            family=family,
             native=native,
         )
         if after:

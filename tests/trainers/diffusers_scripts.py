@@ -32,8 +32,9 @@ if importlib.util.find_spec("torchvision"):
             torch.library.define(f"torchvision::{name}", "(Tensor a, Tensor b, float c) -> Tensor")
 """
 
+OWN_SWITCH = "--gradient_checkpointing"
 COMMON = (
-    *("--gradient_checkpointing", "--max_train_steps", str(STEPS), "--train_batch_size", "1"),
+    *("--max_train_steps", str(STEPS), "--train_batch_size", "1"),
     *("--learning_rate", "1e-3", "--lr_warmup_steps", "0", "--seed", "0"),
 )
 DREAMBOOTH = ("--instance_data_dir", "images", "--instance_prompt", "a photo", "--resolution", "64")
@@ -81,7 +82,10 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """Keys; of how many blocks how many first ones are run again; how many last ones are not."""
+    """Keys; of how many blocks how many first ones are run again; how many last ones are not.
+
+    switched: whether the script also switches checkpointing on by itself.
+    """
 
     title: str
     keys: Mapping[str, Any]
@@ -89,6 +93,7 @@ class Schedule:
     stride: int = 1
     keep_last: int = 0
     processes: Sequence[int] = (1,)
+    switched: bool = True
 
     def again(self, depth: int) -> set[int]:
         """The blocks of a stack that backward is to run again, but for ``keep_last``."""
@@ -108,6 +113,7 @@ SCHEDULES = (
         "keep attention, ffn; keep_last 2",
         {f"{PREFIX}_keep": ["attention", "ffn"], f"{PREFIX}_keep_last": 2},
         keep_last=2,
+        switched=False,
     ),
 )
 
@@ -166,12 +172,13 @@ def _proofs_of(
             if plain[processes].fault:
                 ran = f"without launch: {plain[processes].fault}"
             else:
-                launched = _run(checkout, script, schedule.keys, processes, environment, folder)
+                launched = _run(checkout, script, schedule, processes, environment, folder)
                 ran = _difference(launched, plain[processes], schedule)
                 if not ran:
                     equal = f"{len(launched.weights)} saved tensors"
                     ran = _shown(launched.said, reasons=schedule.interval > 1)
-            yield Proof(trainer, script.name, schedule.title, processes, equal, ran)
+            title = schedule.title if schedule.switched else f"{schedule.title} (by launch alone)"
+            yield Proof(trainer, script.name, title, processes, equal, ran)
 
 
 def _difference(launched: Run, plain: Run, schedule: Schedule) -> str:
@@ -242,12 +249,12 @@ def _shown(said: str, *, reasons: bool) -> str:
 def _run(
     checkout: Path,
     script: Script,
-    keys: Mapping[str, Any] | None,
+    schedule: Schedule | None,
     processes: int,
     environment: Mapping[str, str],
     folder: Path,
 ) -> Run:
-    """One run of the script; without ``keys`` as it is."""
+    """One run of the script; without a schedule as it is, and nothing is recomputed."""
     own = folder / "runs" / script.name
     own.mkdir(parents=True, exist_ok=True)
     output = own / "output"
@@ -257,11 +264,12 @@ def _run(
     if processes > 1:
         words += ["-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc-per-node", str(processes)]
-    if keys is not None:
-        (own / "config.json").write_text(json.dumps(keys))
+    if schedule is not None:
+        (own / "config.json").write_text(json.dumps(schedule.keys))
         words += ["-m", "simpletuner_segckpt.launch", "--config", str(own / "config.json")]
     words.append(str(checkout / "examples" / script.path))
     words += ["--pretrained_model_name_or_path", script.pipeline, "--output_dir", str(output)]
+    words += [OWN_SWITCH] if schedule is not None and schedule.switched else []
     ended = subprocess.run(
         [*words, *COMMON, *script.arguments],
         cwd=folder,

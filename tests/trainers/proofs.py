@@ -13,9 +13,11 @@ from itertools import groupby
 HEAD = """# Trainers' own scripts, run
 
 Made by `make trainers`: scripts of trainers, unmodified, on a CPU, with small models of random
-weights. Each script ran without `launch` and under it, with all else the same. *Equal* means bit
-by bit. A picture shows a stack's blocks: those in brackets were run again in backward, each pair of
-brackets is one checkpoint call; the others ran normally.
+weights. Each script ran without `launch` and without any checkpointing, and then under `launch`.
+diffusers' scripts also got their own `--gradient_checkpointing` there, but where "by launch alone"
+stands: those never switch checkpointing on. *Equal* means bit by bit. A picture shows a stack's
+blocks: those in brackets were run again in backward, each pair of brackets is one checkpoint call;
+the others ran normally.
 """
 
 

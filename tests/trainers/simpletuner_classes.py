@@ -226,7 +226,10 @@ ROWS = [
     row(
         "hidream",
         "hidream.transformer.HiDreamImageTransformer2DModel",
-        beside="embedders, caption projections and the final layer",
+        beside=(
+            *("t_embedder", "p_embedder", "x_embedder", "pe_embedder"),
+            *("caption_projection.*", "final_layer"),
+        ),
         inputs={
             "hidden_states": normal(2, 4, 8, 8),
             "timesteps": full(500, 2),
@@ -456,6 +459,8 @@ NOTES = """
 ## Read with care
 
 - Nothing here is a prediction: the models are tiny, and `segckpt estimate` is for real sizes.
+- Where a class recomputes more than blocks in every mode, the table of segments says what, and
+  how much less `layer` would keep with ours if that were recomputed as well.
 - Which blocks a class covers in a mode is its own matter ([families](../families.md)); where it
   covers fewer, it runs fewer again and keeps more.
 - With `torch-ffn` this package recomputes feed-forward modules. Classes draw other lines: MageFlow
