@@ -101,6 +101,19 @@ def test_transformers_inside_a_unet_are_segmented_as_stacks():
     assert all("transformer_blocks" not in path for path, _ in installation.report.left_out)
 
 
+def test_units_that_run_more_often_than_they_were_counted_keep_their_attention():
+    model, inputs = model_and_inputs("stable_cascade")
+    expected = step(model, inputs)
+    asked = {"gradient_checkpointing_keep": ["attention"], "model_family": "stable_cascade"}
+    installation = simpletuner_segckpt.apply(model, asked)
+    counted = installation.report.stacks[0].blocks
+    for _ in range(2):
+        assert step(model, inputs) == expected
+        units = installation.effect[UNITS]
+        assert (len(units.spans), counted) == (30, 18)
+        assert units.kept == {"attention": 10}
+
+
 def test_keep_last_of_a_unet_takes_the_last_units():
     model, inputs = model_and_inputs("sdxl")
     expected = step(model, inputs)

@@ -253,15 +253,15 @@ class ForwardPlanner:
             plan = planned[run.stack.path]
             parts = run.stack.recomputes_parts
             self._say_shortfalls(plan if parts else replace(plan, feed_forward=()), run)
-        attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
-        if not self.stacks and attentions:
-            only_units = StackReport(UNITS, "per-block", self.units.keeping(attentions))
-            self._say_shortfalls(only_units, forward.units)
         counts = {stack.path: stack.blocks for stack in self.stacks}
         units = len(forward.units.spans)
         if units and units != self.units.blocks and not self.config.feed_forward_only:
             # Modules that run more than once count each time.
             self.units = self._schedules(counts | {UNITS: units})[UNITS]
+        attentions = tuple(kind for kind in self.config.keep if kind != "ffn")
+        if not self.stacks and attentions:
+            only_units = StackReport(UNITS, "per-block", self.units.keeping(attentions))
+            self._say_shortfalls(only_units, forward.units)
         reached = [planned[r.stack.path] for r in forward.reached if r is not forward.units]
         if not self.described and not self._ran.issuperset(stack.path for stack in reached):
             self._in_order(reached)
