@@ -129,7 +129,7 @@ FAULTS = [
         "hooks of others are not looked for",
         "conditions",
         "engine/planner.py",
-        "hooks = hook_boundaries(planned.path, blocks, alone=not carried)",
+        "hooks = hook_boundaries(planned.path, blocks, alone=probed)",
         "pass",
     ),
     Fault(

@@ -380,7 +380,7 @@ def test_an_interrupt_without_a_traceback_leaves_nothing():
             model(**inputs)
     model.between = None
     step(model, inputs)
-    assert entry_of(installation).running == {}
+    assert entry_of(installation).running.by_thread == {}
     assert installation.effect["blocks"].segments == WIDE
 
 
@@ -409,7 +409,7 @@ def test_an_interrupt_inside_a_forward_that_goes_on(kind):
         assert step(model, inputs) == expected
     assert installation.history.trained == 2
     assert installation.effect["blocks"].segments == WIDE
-    assert entry_of(installation).running == {}
+    assert entry_of(installation).running.by_thread == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -437,7 +437,7 @@ def test_a_forward_that_returns_nothing(kind):
         model(**inputs)
     del model.between
     assert installation.history.trained == 3
-    assert entry_of(installation).running == {}
+    assert entry_of(installation).running.by_thread == {}
     model = copy.deepcopy(model)
     assert step(model, inputs, run=run) == expected
     assert simpletuner_segckpt.installation_of(model).history.trained == 1
@@ -454,7 +454,7 @@ def test_a_forward_whose_hook_raises_does_not_count():
         model(**inputs)
     assert installation.history.trained == 0
     assert installation.effect is None
-    assert entry_of(installation).running == {}
+    assert entry_of(installation).running.by_thread == {}
     hook.remove()
     step(model, inputs)
     assert installation.history.trained == 1

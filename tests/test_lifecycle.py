@@ -23,6 +23,7 @@ from training import add_lora, keys, model_and_inputs, set_dropout
 import simpletuner_segckpt
 from simpletuner_segckpt.engine import entry as entry_module
 from simpletuner_segckpt.engine.entry import CheckpointEntry
+from simpletuner_segckpt.engine.patches import ModelPatches
 from simpletuner_segckpt.install import apply as apply_module
 from simpletuner_segckpt.install.apply import overall_history
 from simpletuner_segckpt.model import compiled
@@ -236,9 +237,9 @@ def test_a_bad_config_leaves_the_model_as_it_is(flux):
 STAGES = [
     (CheckpointEntry, "step_aside"),
     (CheckpointFlags, "__init__"),
-    (CheckpointEntry, "claim"),
-    (CheckpointEntry, "intercept"),
-    (CheckpointEntry, "intercept_submodules"),
+    (ModelPatches, "claim"),
+    (ModelPatches, "intercept_blocks"),
+    (ModelPatches, "intercept_parts"),
     (ModelMixin, "enable_gradient_checkpointing"),
     (torch.nn.Module, "register_forward_pre_hook"),
     (torch.nn.Module, "register_forward_hook"),
@@ -246,18 +247,14 @@ STAGES = [
     (apply_module, "Installation"),
     (logging.Logger, "info"),
 ]
+ONLY_OF = {"enable_gradient_checkpointing": WithDoor, "intercept_blocks": Doorless}
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [
-        (k, s)
-        for k in (WithDoor, Doorless)
-        for s in STAGES
-        if s[0] is not ModelMixin or k is WithDoor
-    ],
+    [(k, s) for k in (WithDoor, Doorless) for s in STAGES if k is ONLY_OF.get(s[1], k)],
     ids=lambda value: value[1] if isinstance(value, tuple) else value.__name__,
 )
 def test_an_apply_that_fails_leaves_the_schedule_that_was_there(

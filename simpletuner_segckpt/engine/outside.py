@@ -1,13 +1,69 @@
-"""Blocks that a loop of another module calls, past the forward of their own model.
+"""Blocks that are called past the forward of their own model.
 
-A wrapper may go over the blocks of an inner model and never call that. No hook of the model sees
-it, so the first block of each stack tells.
+A wrapper may go over the blocks of an inner model and never call that, or a script may call the
+model's ``forward`` itself. No hook of the model sees it, so the first block of each stack tells.
 """
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from ..model.stacks import blocks_of
+from ..private.of_torch import hooks_on
+from ..schedules.conditions import Condition
+from .planner import ForwardPlanner
+from .runs import recomputable
+
+
+class OutsideCalls:
+    """Such calls of the blocks of one model, each of which runs as one that is covered, by itself.
+
+    seen: whether another module was seen to call its blocks.
+    """
+
+    condition = Condition(
+        "call",
+        "past the model's forward",
+        "each block that came ran as one that is covered, by itself",
+    )
+
+    def __init__(self, forwards: ForwardPlanner):
+        self.forwards = forwards
+        self.seen = False
+        self._model: weakref.ref[Module] | None = None
+
+    @property
+    def model(self) -> Module | None:
+        """The model whose blocks were seen to be called, as long as it is there."""
+        return None if self._model is None else self._model()
+
+    def see(self, model: Module, block: Module) -> None:
+        """A loop of another module calls ``block`` of ``model``."""
+        self.seen = True
+        self._model = weakref.ref(model)
+        self.forwards.messages.warn(
+            "past-the-hooks",
+            f"a {type(block).__name__} of {type(model).__name__} was called past the forward of "
+            "that model, by a loop of another module: from the next one on, every block runs as "
+            "one that is covered, by itself; call apply() on the outer model for its schedule",
+        )
+
+    def run(self, block: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run ``block`` as one that is covered."""
+        if not self.seen:
+            self.forwards.messages.warn(
+                "past-the-hooks",
+                "the model's forward was entered past its hooks (was `.forward` called directly?); "
+                "every block runs as one that is covered, by itself",
+            )
+        wrappers = self.forwards.backend.begin()
+        result = wrappers.covered(self.forwards.config.keep)(recomputable(block), *args, **kwargs)
+        if wrappers.offload is not None:
+            wrappers.offload.finish()
+        return result
 
 
 class Noticing(Protocol):
@@ -43,3 +99,14 @@ class Notice:
 
     def __reduce__(self) -> Any:
         return Notice, ()
+
+
+def watch_first_blocks(
+    model: Module, stacks: Iterable[str], entry: Noticing
+) -> Iterator[RemovableHandle]:
+    """Have the first block of each stack tell ``entry`` when it is called, where none does yet."""
+    for path in stacks:
+        for block in blocks_of(model, path)[:1]:
+            hooks = [hook for _, hook in hooks_on(block, "forward pre-hook")]
+            if not any(isinstance(hook, Notice) and not hook.is_idle for hook in hooks):
+                yield block.register_forward_pre_hook(Notice(entry, model))

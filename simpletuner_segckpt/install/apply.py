@@ -11,6 +11,7 @@ from torch.nn import Module
 from ..config.settings import ConfigSource, Settings, load_settings
 from ..config_schema import CheckpointingConfig
 from ..engine.entry import CheckpointEntry
+from ..engine.patches import ModelPatches
 from ..engine.planner import ForwardPlanner
 from ..engine.platform import Platform
 from ..engine.proof import Proof
@@ -77,7 +78,7 @@ class Installation:
 
         A deep copy of the model counts for itself, from the copy on (``installation_of``).
         """
-        return self._owner.history if isinstance(self._owner, CheckpointEntry) else None
+        return self._owner.observed.history if isinstance(self._owner, CheckpointEntry) else None
 
     @property
     def proofs(self) -> dict[str, Proof]:
@@ -182,7 +183,7 @@ def installation_of(model: Module) -> Installation | None:
 def overall_history(installation: Installation) -> History | None:
     """The history of the model and of its deep copies in this process together."""
     owner = installation._owner
-    return owner.overall if isinstance(owner, CheckpointEntry) else None
+    return owner.observed.overall if isinstance(owner, CheckpointEntry) else None
 
 
 def remove(model: Module) -> None:
@@ -286,17 +287,17 @@ def _entry_for(
         _carried(report, family),
         platform,
     )
-    return CheckpointEntry(
-        report,
+    patches = ModelPatches(
         forwards,
-        list(signature(type(base).forward).parameters)[1:],
         flags,
-        blocks={s.path: blocks_of(base, s.path) for s in report.stacks if s.path != UNITS},
         intercepts=bool(functions or (family and family.keyword_loop)) or not asks_function,
         functions=functions,
         units=family.units if family else (),
         parts=_parts(report, family, settings.checkpointing),
     )
+    parameters = list(signature(type(base).forward).parameters)[1:]
+    blocks = {s.path: blocks_of(base, s.path) for s in report.stacks if s.path != UNITS}
+    return CheckpointEntry(report, forwards, patches, parameters, blocks)
 
 
 def _refuse_shared(base: Module, stacks: Iterable[str]) -> None:

@@ -50,7 +50,7 @@ def _installing(enable: Callable[..., None], launched: Launched) -> Callable[...
             given for given in (*args, *kwargs.values()) if isinstance(given, CheckpointEntry)
         ]
         if entries:  # apply() is at work
-            launched.note(model, entries[0].report, entries[0].overall)
+            launched.note(model, entries[0].report, entries[0].observed.overall)
         else:
             launched.install(model)
 
