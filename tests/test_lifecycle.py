@@ -1,5 +1,6 @@
 """Installed, disabled, enabled, copied, saved, broken, removed: in any order."""
 
+import _thread
 import copy
 import gc
 import io
@@ -18,7 +19,7 @@ from diffusers.training_utils import EMAModel
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from toys import Doorless, WithDoor, toy
-from training import add_lora, keys, model_and_inputs, set_dropout
+from training import add_lora, entry_of, keys, model_and_inputs, set_dropout
 
 import simpletuner_segckpt
 from simpletuner_segckpt.engine import entry as entry_module
@@ -539,6 +540,37 @@ def test_threads_do_not_meet(flux):
     assert len(results) == 4
     assert all(torch.equal(loss, expected.loss) for losses in results.values() for loss in losses)
     assert segments(installation) == [PLAN, PLAN]
+
+
+def test_a_thread_that_python_did_not_start():
+    """No list of threads names it, unless it asks for its own."""
+    model, inputs = toy(Doorless)
+    expected = step(model, inputs)
+    installation = simpletuner_segckpt.apply(model, keys(2))
+    for _ in range(2):
+        assert step(model, inputs) == expected
+    main, entered, may_go_on, ended = threading.get_ident(), *(threading.Event() for _ in range(3))
+    losses = []
+
+    def wait(index, state):
+        if threading.get_ident() != main and index == 2:
+            entered.set()
+            assert may_go_on.wait(60)
+        return state
+
+    def run():
+        losses.append(loss_of(model(**inputs)).detach())
+        ended.set()
+
+    model.between = wait
+    _thread.start_new_thread(run, ())
+    assert entered.wait(60)
+    losses.append(loss_of(model(**inputs)).detach())
+    may_go_on.set()
+    assert ended.wait(60)
+    assert [torch.equal(loss, expected.loss) for loss in losses] == [True, True]
+    assert entry_of(installation).running.by_thread == {}
+    assert len(installation.effect["blocks"].segments) == 3
 
 
 def test_gradient_accumulation_and_two_forwards_before_one_backward(flux):

@@ -81,6 +81,7 @@ class RunningForwards:
 
     def begin(self, module: Module, begun: Running) -> None:
         """One begins, within those of this thread."""
+        threading.current_thread()  # or enumerate() lists none that Python did not start
         self.by_thread.setdefault(threading.get_ident(), []).append(begun)
         if self.patches.intercepts and begun.wants_switch_off:
             self.patches.flags.switch(module, False)
