@@ -243,7 +243,8 @@ def _run(
     adapters = list(output.rglob("*.safetensors"))
     if ended.returncode or len(adapters) != 1 or not witness.exists():
         (folder / "failed.log").write_text(ended.stdout + ended.stderr)
-        return Run(fault=f"exit code {ended.returncode}, see {folder / 'failed.log'}")
+        last = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
+        return Run(fault=f"exit code {ended.returncode}: {last}")
     steps = [json.loads(line) for line in witness.read_text().splitlines()]
     return Run(steps, adapters[0].read_bytes())
 
