@@ -17,7 +17,8 @@ weights. Each script ran without `launch` and without any checkpointing, and the
 diffusers' scripts also got their own `--gradient_checkpointing` there, but where "by launch alone"
 stands: those never switch checkpointing on. *Equal* means bit by bit. A picture shows a stack's
 blocks: those in brackets were run again in backward, each pair of brackets is one checkpoint call;
-the others ran normally.
+the others ran normally. Where torchvision is of another build than torch, two of its operators are
+declared by name, which no script calls.
 """
 
 
