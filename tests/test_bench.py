@@ -25,7 +25,7 @@ from simpletuner_segckpt.bench.cells import (
 )
 from simpletuner_segckpt.bench.trial import TINY_NOTE
 from simpletuner_segckpt.commands import bench
-from simpletuner_segckpt.estimator.profile.records import GIB
+from simpletuner_segckpt.costs.records import GIB
 
 MODES = ["none", "interval2"]
 

@@ -16,7 +16,7 @@ from workloads import REGISTRY, workload
 
 from simpletuner_segckpt.commands import compare, estimate, plan
 from simpletuner_segckpt.config.settings import load_settings
-from simpletuner_segckpt.estimator.predict.cards import card, cards
+from simpletuner_segckpt.costs.cards import card, cards
 from simpletuner_segckpt.estimator.predict.modes import MODES, keys_of
 from simpletuner_segckpt.estimator.predict.search import Search
 from simpletuner_segckpt.estimator.profile.fake_tensors import without_memory

@@ -14,16 +14,17 @@ from torch.nn import functional
 from workloads import profiled, workload
 
 from simpletuner_segckpt.config.settings import load_settings
+from simpletuner_segckpt.costs.ledger import Ledger
+from simpletuner_segckpt.costs.records import Work
 from simpletuner_segckpt.estimator.predict.modes import planned
 from simpletuner_segckpt.estimator.predict.peak import compose, spans_of
 from simpletuner_segckpt.estimator.profile import cuda
 from simpletuner_segckpt.estimator.profile import fake_tensors as fakes
 from simpletuner_segckpt.estimator.profile.cuda import CudaSemantics
 from simpletuner_segckpt.estimator.profile.known_values import KnownValues
-from simpletuner_segckpt.estimator.profile.ledger import Ledger
 from simpletuner_segckpt.estimator.profile.profile import profile, with_weights
 from simpletuner_segckpt.estimator.profile.recorder import loss_of
-from simpletuner_segckpt.estimator.profile.records import Profile, Work
+from simpletuner_segckpt.estimator.profile.records import Profile
 from simpletuner_segckpt.estimator.profile.trace import trace
 from simpletuner_segckpt.estimator.workload import build as building
 from simpletuner_segckpt.verify.memory import SavedBytes

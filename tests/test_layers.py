@@ -18,6 +18,7 @@ LAYERS = [
     {"estimator"},
     {"install"},
     {"engine"},
+    {"costs"},
     {"recompute"},
     {"model", "offload"},
     {"schedules"},

@@ -8,12 +8,12 @@ from statistics import median
 from scipy.stats import kendalltau
 
 from simpletuner_segckpt.config.settings import load_settings
-from simpletuner_segckpt.estimator.predict.cards import Card, card
+from simpletuner_segckpt.costs.cards import Card, card
+from simpletuner_segckpt.costs.records import GIB
 from simpletuner_segckpt.estimator.predict.modes import MODES, keys_of, predict_mode
-from simpletuner_segckpt.estimator.predict.peak import Composed
-from simpletuner_segckpt.estimator.predict.step_time import time_of
+from simpletuner_segckpt.estimator.predict.peak import Composed, time_of
 from simpletuner_segckpt.estimator.profile.profile import profile
-from simpletuner_segckpt.estimator.profile.records import GIB, Profile
+from simpletuner_segckpt.estimator.profile.records import Profile
 from simpletuner_segckpt.estimator.workload.parse import QUANTIZED, Overrides, parse_workload
 from simpletuner_segckpt.families.registry import FamilyRegistry
 

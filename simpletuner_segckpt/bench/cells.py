@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from ..estimator.profile.records import GIB
+from ..costs.records import GIB
 
 Status = Literal["measured", "OOM", "failed", "unsupported", "not run"]
 

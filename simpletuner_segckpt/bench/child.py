@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config.file import ConfigFile
 from ..config.settings import check_settings
-from ..estimator.profile.ledger import Ledger, tensors_in
+from ..costs.ledger import Ledger, tensors_in
 from ..estimator.profile.recorder import loss_of
 from ..estimator.workload.parse import Overrides
 from ..families.registry import FamilyRegistry

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.settings import load_settings
+from ..costs.records import GIB
 from ..estimator.predict.modes import predict_mode
 from ..estimator.profile.profile import profile
-from ..estimator.profile.records import GIB
 from ..estimator.workload.workload import Workload
 from ..families.registry import FamilyRegistry
 from ..messages.errors import WorkloadError

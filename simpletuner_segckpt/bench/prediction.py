@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.settings import Settings
-from ..estimator.predict.cards import Card, cards
+from ..costs.cards import Card, cards
 from ..estimator.predict.modes import predict_mode
-from ..estimator.predict.step_time import time_of
+from ..estimator.predict.peak import time_of
 from ..estimator.profile.profile import profile
 from .trial import Trial
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.settings import Settings, load_settings
 from ..config_schema import CheckpointingConfig
-from ..estimator.predict.cards import card
+from ..costs.cards import card
 from ..estimator.predict.modes import MODES, OWN, keys_of
 from ..families.registry import FamilyRegistry
 from ..messages.errors import (

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..estimator.predict.cards import card
+from ..costs.cards import card
+from ..costs.records import GIB
 from ..estimator.predict.estimate import Estimates, ModeRow, estimate_config, usable
 from ..estimator.predict.modes import MODES, OWN
-from ..estimator.profile.records import GIB
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError

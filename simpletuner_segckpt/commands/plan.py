@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.edit import write_keys
 from ..config_schema import OWN_KEYS
-from ..estimator.predict.cards import card, cards
+from ..costs.cards import card, cards
+from ..costs.records import GIB
 from ..estimator.predict.estimate import MARGIN
+from ..estimator.predict.peak import time_of
 from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, memory, plan_config
-from ..estimator.predict.step_time import time_of
-from ..estimator.profile.records import GIB
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError

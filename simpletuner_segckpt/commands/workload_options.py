@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..estimator.predict.cards import cards
+from ..costs.cards import cards
 from ..estimator.predict.modes import MODES, OWN
 from ..estimator.workload.parse import Overrides
 from ..messages.errors import WorkloadError

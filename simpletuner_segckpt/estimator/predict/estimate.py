@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.settings import ConfigSource, load_settings
+from ...costs.cards import Card
+from ...costs.records import GIB
+from ...costs.step_time import Time
 from ...families.registry import FamilyRegistry
-from ..profile.records import GIB, Profile
+from ..profile.records import Profile
 from ..workload.parse import Overrides, ParsedWorkload, parse_workload
-from .cards import Card
 from .modes import MODES, OWN, ModePrediction, keys_of, predict_mode
-from .step_time import Time, time_of
+from .peak import time_of
 
 CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
 

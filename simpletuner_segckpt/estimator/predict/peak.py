@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ...costs.cards import Card
+from ...costs.records import Work
+from ...costs.step_time import Time, time_for
+from ...costs.treatments import COVERED, of_block
 from ...schedules.report import StackReport
-from ..profile.records import Profile, Work
-from ..profile.treatments import COVERED, of_block
+from ..profile.records import Profile
 from ..profile.walk import PlannedSpan, StepWalk, ValueUses
 
 
@@ -34,6 +37,11 @@ class Composed:
     def recomputed_share(self) -> float:
         """FLOPs that are done twice, as a share of those of the forward."""
         return self.recomputed.flops / self.forward.flops if self.forward.flops else 0.0
+
+
+def time_of(step: Composed, card: Card) -> Time:
+    """The time of a step on ``card``."""
+    return time_for(step.forward, step.backward, step.recomputed, step.moved, card)
 
 
 def spans_of(profile: Profile, stacks: Iterable[StackReport]) -> list[PlannedSpan]:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.settings import ConfigSource, load_settings
 from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
+from ...costs.cards import Card, card
+from ...costs.records import GIB
 from ...families.registry import FamilyRegistry
 from ...messages.errors import WorkloadError
 from ...schedules.conditions import config_conditions
-from ..profile.records import GIB
 from ..workload.parse import Overrides, ParsedWorkload, parse_workload
 from ..workload.workload import Workload
-from .cards import Card, card
 from .estimate import MARGIN, usable
 
 if TYPE_CHECKING:

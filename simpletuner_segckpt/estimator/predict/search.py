@@ -15,17 +15,18 @@ import torch
 
 from ...config.settings import Settings
 from ...config_schema import PREFIX
+from ...costs.cards import Card
+from ...costs.records import Work
+from ...costs.step_time import Time, time_for
+from ...costs.treatments import CROSS, FFN, INPUTS, KEPT, OFFLOAD, PLAIN, keeping
 from ...families.schema import Family
 from ...schedules.problems import problems
 from ...schedules.report import make_report
 from ...schedules.schedule import make_schedules
-from ..profile.records import Profile, Work
-from ..profile.treatments import CROSS, FFN, INPUTS, KEPT, OFFLOAD, PLAIN, keeping
+from ..profile.records import Profile
 from ..profile.walk import PlannedSpan
-from .cards import Card
 from .modes import planned, settings_with
-from .peak import Composed, Composer, spans_of
-from .step_time import Time, time_for, time_of
+from .peak import Composed, Composer, spans_of, time_of
 
 WIDEST = 8  # blocks in a segment; beyond it only the whole stack
 

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from ...config_schema import CheckpointingConfig
+from ...costs.ledger import Ledger, tensors_in
+from ...costs.records import Run
+from ...costs.treatments import COVERED, FFN, INPUTS, OFFLOAD
 from ...families.schema import Stack
 from ...model.interception import release
 from ...offload.saved_tensors import MOST_LEAVING, SMALLEST, Offload
@@ -26,9 +29,6 @@ from ...recompute.submodules import (
 )
 from . import fake_tensors as fakes
 from .cuda import CudaSemantics
-from .ledger import Ledger, tensors_in
-from .records import Run
-from .treatments import COVERED, FFN, INPUTS, OFFLOAD
 
 
 @dataclass(frozen=True)

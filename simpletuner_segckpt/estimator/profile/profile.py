@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import nn
 
+from ...costs import treatments
+from ...costs.ledger import rounded
+from ...costs.records import Run, Work
 from ...private.of_torch import pytree
 from ..workload import build as building
 from ..workload.workload import Workload, training_of
 from . import fake_tensors as fakes
-from . import treatments
 from .cuda import CudaSemantics
 from .known_values import KnownValues
-from .ledger import rounded
 from .lone_block import Hole, run_alone
 from .recorder import Call, Event, Recorder, record_step
-from .records import Block, BlockProfile, Glue, Profile, Run, Work
+from .records import Block, BlockProfile, Glue, Profile
 from .thinning import build_of, extended, one_after_another, places_of, put_blocks, thinned
 from .walk import gradient_of, shared_gradients
 from .walk import levels as levels_of

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...costs.ledger import Ledger, rounded, tensors_in
+from ...costs.records import Work
 from ...messages.errors import WorkloadError
 from ...private.of_torch import pytree
 from ..workload import build as building
 from ..workload.workload import Workload
 from . import fake_tensors as fakes
 from .cuda import CudaSemantics
-from .ledger import Ledger, rounded, tensors_in
 from .lone_block import Hole
-from .records import Work
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...config.settings import load_settings
+from ...costs.ledger import Ledger
 from ...engine.platform import Platform
 from ...engine.watched import WatchedTensor
 from ...install.apply import apply_on
@@ -21,7 +22,6 @@ from ..workload.workload import Workload, training_of
 from .cuda import CudaSemantics
 from .fake_tensors import explained, without_memory
 from .known_values import KnownValues
-from .ledger import Ledger
 from .profile import with_weights
 from .recorder import loss_of
 from .records import Profile

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .records import Block, Profile, Run
-from .treatments import COVERED, PLAIN
+from ...costs.records import Run
+from ...costs.treatments import COVERED, PLAIN
+from .records import Block, Profile
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ feed-forward only; ``+inputs`` after that means that what enters it waits in CPU
 from collections.abc import Collection
 from itertools import combinations
 
-from ...config_schema.keys import KEEP
-from ...schedules.report import StackReport
+from ..config_schema.keys import KEEP
+from ..schedules.report import StackReport
 
 PLAIN = "plain"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...private.of_torch import TorchDispatchMode, pytree
+from ..private.of_torch import TorchDispatchMode, pytree
 from .records import Work
 
 ROUND = 512  # bytes: CUDA's caching allocator hands out multiples of it

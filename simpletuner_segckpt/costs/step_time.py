@@ -7,9 +7,8 @@ waited for; then FLOPs say nothing, and only the number of kernels does.
 
 from dataclasses import dataclass
 
-from ..profile.records import Work
 from .cards import Card
-from .peak import Composed
+from .records import Work
 
 # Shares of the data sheet that large matrix products, fused attention and everything else reach.
 # Assumptions from common experience, not fitted to any published step time.
@@ -51,11 +50,6 @@ class Time:
     def launch_bound(self) -> bool:
         """Whether the card waits for the host, so that FLOPs say nothing about the time."""
         return self.host > self.card
-
-
-def time_of(step: Composed, card: Card) -> Time:
-    """The time of a step on ``card``."""
-    return time_for(step.forward, step.backward, step.recomputed, step.moved, card)
 
 
 def time_for(forward: Work, backward: Work, recomputed: Work, moved: float, card: Card) -> Time:

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from pydantic import BaseModel, ConfigDict
 
-from ...messages.errors import WorkloadError
+from ..messages.errors import WorkloadError
 
 
 class Card(BaseModel):
