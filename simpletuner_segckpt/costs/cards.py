@@ -10,6 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from ..messages.errors import WorkloadError
 
 
+# Where only shares of time are compared, and no card is named.
+DEFAULT_CARD = "rtx4090"
+
+
 class Card(BaseModel):
     """A GPU. memory: GiB. flops: dense bf16 FLOP/s. bandwidth, link: bytes/s."""
 

@@ -20,10 +20,13 @@ class Ledger(TorchDispatchMode):
     level: bytes alive now, of those made while this was active. peak: the highest level since
     ``mark``. work: done since ``mark``. torch's own ``MemTracker`` cannot count models with frozen
     parameters, and takes ten times as long.
+
+    exact: whether bytes are counted as they are, and not as CUDA's allocator rounds them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
         super().__init__()
+        self._sized = int if exact else rounded
         self.level = 0
         self.peak = 0
         self.work = Work()
@@ -70,14 +73,14 @@ class Ledger(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        size = rounded(storage.nbytes())
+        size = self._sized(storage.nbytes())
         self.level += size
         self.peak = max(self.peak, self.level)
         weakref.finalize(storage, self._gone, size).atexit = False
 
     def size_of(self, storage: torch.UntypedStorage) -> int:
         """Bytes that a storage was counted with."""
-        return rounded(storage.nbytes()) if storage in self._known else 0
+        return self._sized(storage.nbytes()) if storage in self._known else 0
 
     def _gone(self, size: int) -> None:
         self.level -= size

@@ -44,13 +44,14 @@ class StepCosts:
     """A step, its blocks in execution order. Bytes.
 
     alive: when the forward begins. head_peak: above what is alive after the last block, until the
-    backward of that begins. elsewhere: the peak of what the blocks have no part in, such as the
-    step of an optimizer.
+    backward of that begins. trained: gradients of what is in no block. elsewhere: the peak of what
+    the blocks have no part in, such as the step of an optimizer.
     """
 
     blocks: tuple[BlockCosts, ...]
     alive: int = 0
     head_peak: int = 0
+    trained: int = 0
     elsewhere: int = 0
     _limits: list["Limits"] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -86,7 +87,7 @@ class StepCosts:
 
     def _measured(self) -> Iterator["Limits"]:
         level = self.alive
-        gradients = sum(block.trained for block in self.blocks)
+        gradients = self.trained + sum(block.trained for block in self.blocks)
         for block in self.blocks:
             level += block.before
             gradients -= block.trained

@@ -11,6 +11,7 @@ from itertools import combinations
 
 from ..config_schema.keys import KEEP
 from ..schedules.report import StackReport
+from ..schedules.schedule import Kept
 
 PLAIN = "plain"
 
@@ -33,6 +34,11 @@ KEPT = tuple(kinds for count in range(len(KEEP) + 1) for kinds in combinations(K
 def keeping(kinds: Collection[str]) -> str:
     """The treatment of a block that is recomputed but for the outputs of these operators."""
     return "+".join((COVERED, *(kind for kind in KEEP if kind in kinds)))
+
+
+def kept_in(treatment: str) -> Kept:
+    """The operators whose outputs stay with a treatment."""
+    return tuple(treatment.split("+")[1:]) if treatment.startswith(COVERED) else ()
 
 
 CROSS = keeping(["cross-attention"])
@@ -66,7 +72,7 @@ def of_block(stack: StackReport, index: int) -> str:
 def instead_of(treatment: str) -> tuple[str, ...]:
     """``treatment``, then what happens to a block that lacks the part that it is about."""
     if treatment.startswith(COVERED):
-        kinds = treatment.split("+")[1:]
+        kinds = kept_in(treatment)
         return tuple(keeping([kind for kind in kinds if kind not in gone]) for gone in _LACKING)
     if treatment.endswith(OFFLOAD):
         return treatment, PLAIN + OFFLOAD, PLAIN

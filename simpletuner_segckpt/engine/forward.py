@@ -58,6 +58,12 @@ class Forward:
             return self.units.run_unit(block, args, kwargs)
         return run.call_block(index, args, kwargs)
 
+    def returned(self, output: Any) -> None:
+        """The model's forward is over and has returned ``output``."""
+
+    def raised(self, error: BaseException | None) -> None:
+        """The model's forward has raised ``error``."""
+
     def finish(self) -> None:
         """The model's forward is over. Raises ``SegmentBroken``, or as ``Offload.finish``."""
         try:

@@ -23,12 +23,15 @@ from ..model.wrappers import is_compiled, recomputes_itself
 from ..private.of_libraries import has_ring_attention
 from ..private.of_torch import inside_checkpoint
 from ..recompute.backend import Backend, BlockWrappers
+from ..recompute.contexts import Contexts
 from ..recompute.reread import read_again
 from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, call_conditions
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
 from ..schedules.schedule import Schedule, make_schedules
 from .call_shapes import CallShape, ProofTable, call_shape, with_hooks
+from .budgeted import Budgeted
+from .budgeted_forward import BudgetedForward, WithinBudget
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof
@@ -61,6 +64,8 @@ class ForwardPlanner:
         self.messages = Messages()
         self.platform = platform or Platform()
         self.backend = Backend(config, self.platform.accelerator())
+        budget = config.budget if config.enabled else None
+        self.budgeted = Budgeted(budget, self.platform.memory(), self.messages) if budget else None
         named = {condition.name for condition in conditions}
         general = (c for c in CALL_CONDITIONS if c.name not in named)
         self.conditions = (*conditions, *general)
@@ -88,19 +93,29 @@ class ForwardPlanner:
         shape = call_shape(arguments, module.training, self.named)
         if fault := recompute_fault(module):
             self.messages.warn("sharded", fault)
-        wrappers = self.backend.begin((read_again,) if has_ring_attention(module) else ())
-        runs = [self._run(module, s, wrappers, conditions, shape) for s in self.stacks]
+        around: tuple[Contexts, ...] = (read_again,) if has_ring_attention(module) else ()
+        planned, unit_schedule = self.stacks, self.units
+        within = None
+        if self.budgeted is not None:
+            within = WithinBudget(self.budgeted, module, arguments, self.config.inputs_on_cpu)
+            around = (*around, within.around)
+            planned = tuple(within.planned(stack) for stack in planned)
+            unit_schedule = within.plan.schedule(UNITS, self.units.blocks)
+        wrappers = self.backend.begin(around)
+        runs = [self._run(module, s, wrappers, conditions, shape) for s in planned]
         # Units have no feed-forward of their own.
         interval = 0 if self.config.feed_forward_only else self.config.interval
         units = UnitsRun(
-            self.units,
+            unit_schedule,
             wrappers,
             self.platform,
             interval,
             self.config.stride or self.config.interval,
             self.config.keep,
         )
-        return Forward(runs, units, conditions, inside, wrappers.offload)
+        if within is None:
+            return Forward(runs, units, conditions, inside, wrappers.offload)
+        return BudgetedForward(runs, units, conditions, inside, wrappers.offload, within)
 
     def _run(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..offload.device import Accelerator
+from ..offload.memory import AcceleratorMemory, CpuMemory, Memory
 from ..private.of_torch import pytree
 from ..recompute.random_states import RandomStates
 from .watched import WatchedTensor
@@ -21,6 +22,10 @@ class Platform:
     def accelerator(self) -> Accelerator | None:
         """What tensors are moved from to CPU memory; None where there is nothing to move."""
         return Accelerator.current()
+
+    def memory(self) -> Memory:
+        """That in which the model trains."""
+        return CpuMemory() if self.accelerator() is None else AcceleratorMemory()
 
     def random_states(self) -> RandomStates | None:
         """The states of the random generators that a block may draw from."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..model.interception import original_call
-from ..model.stacks import all_modules
 from ..private.of_torch import pytree
 from ..recompute.containers import containers, holding
 from ..recompute.random_states import RandomStates
+from ..recompute.undisturbed import undisturbed
 from .block_state import attributes, changed_attribute, weights
 from .call_shapes import CallShape
 from .links import Arguments, Link, argument_name, is_opaque, place_of, signature_of
@@ -238,26 +238,15 @@ class RecordingRun(StackRun):
         arguments, around, states = self._inputs[segment[0]]
         blocks = self.stack.blocks[segment.start : segment.stop]
         links = proof.links(segment)
-        held = [(m, dict(m._buffers)) for m in all_modules(blocks) if m._buffers]
-        buffers = [(b, b.clone()) for _, own in held for b in own.values() if b is not None]
-        now = self.stack.platform.random_states()
         try:
-            if states is not None:
-                states.put_back()
-            with within(around), holding(arguments.contents):
-                calls = [original_call(block) for block in blocks]
-                result = run_segment(calls, links, *arguments.args, **arguments.kwargs)
+            with undisturbed(blocks, self.stack.platform.random_states()):
+                if states is not None:
+                    states.put_back()
+                with within(around), holding(arguments.contents):
+                    calls = [original_call(block) for block in blocks]
+                    result = run_segment(calls, links, *arguments.args, **arguments.kwargs)
         except Exception as error:  # whatever a block does when it runs once more
             return f"raise {type(error).__name__}"
-        finally:
-            if now is not None:
-                now.put_back()
-            for module, own in held:
-                module._buffers.update(own)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    if not torch.equal(buffer, value):
-                        buffer.copy_(value)
         leaves, recorded = map(pytree.tree_leaves, (result, self._results[segment[-1]]))
         same = len(leaves) == len(recorded) and all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b

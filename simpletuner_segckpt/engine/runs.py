@@ -154,8 +154,9 @@ class UnitsRun(StackRun):
         self.kept = kept
 
     def wrapper(self, block: int, covered: bool) -> CallWrapper:
-        wrappers = self.stack.wrappers
-        return wrappers.covered(self.kept) if covered else wrappers.gap
+        wrappers, schedule = self.stack.wrappers, self.stack.schedule
+        kept = schedule.kept_by(block) if block < len(schedule.kept) else self.kept
+        return wrappers.covered(kept) if covered else wrappers.gap
 
     def run_unit(self, unit: Module, args: tuple, kwargs: dict) -> Any:
         index = len(self.spans)

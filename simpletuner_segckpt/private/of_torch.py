@@ -122,6 +122,29 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that a node of autograd's graph has saved, as far as it tells."""
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                found = getattr(node, name)
+            except RuntimeError:  # freed, or written in place since
+                continue
+            for value in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(value, Tensor):
+                    yield value
+
+
+def when_backward_ends(told: Callable[[], None]) -> None:
+    """Have ``told`` called at the end of the backward that runs in this thread."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    queue = getattr(engine, "queue_callback", None)
+    if queue is None:
+        told()  # too early is better than never
+    else:
+        queue(told)
+
+
 def version(tensor: Tensor | None) -> int:
     """How often a tensor was written in place; 0 where torch does not count that."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version

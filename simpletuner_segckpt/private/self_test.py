@@ -144,6 +144,22 @@ def _versions() -> bool:
     return of_torch.version(view) == before + 1 and of_torch.base_of(view) is tensor
 
 
+def _saved_by_nodes() -> bool:
+    weight = torch.ones(3, requires_grad=True)
+    result = (weight * torch.ones(3)).exp()
+    return [tensor.numel() for tensor in of_torch.saved_by(result.grad_fn)] == [3]
+
+
+def _backward_ends() -> bool:
+    told: list[bool] = []
+    weight = torch.ones(3, requires_grad=True)
+    middle = weight * 2
+    middle.register_hook(lambda gradient: of_torch.when_backward_ends(lambda: told.append(True)))
+    weight.register_hook(lambda gradient: told.append(False))
+    middle.sum().backward()
+    return told == [False, True]
+
+
 def _optimized_module() -> bool:
     compiled: Any = torch.compile(inner := nn.Linear(1, 1), backend="eager")
     return of_torch.is_optimized(compiled) and compiled._modules[of_torch.ORIGINAL] is inner
@@ -428,6 +444,18 @@ NAMES = tuple(
             "to see writes in place, and parameters behind views",
             "no model can have a schedule",
             _versions,
+        ),
+        (
+            "Node._saved_*",
+            "to count what lies between blocks in a memory budget",
+            "a budget holds that much less exactly",
+            _saved_by_nodes,
+        ),
+        (
+            "Variable._execution_engine.queue_callback",
+            "to know when the memory of a step is free again",
+            "two forwards before one backward share a memory budget less exactly",
+            _backward_ends,
         ),
         (
             "torch._dynamo.eval_frame.OptimizedModule",

@@ -113,12 +113,14 @@ class BlockWrappers:
     """How the blocks of one forward run.
 
     gap: those that are not covered. whole: those that are recomputed as a whole, by what of them
-    is kept. inside: those that are covered, where only parts of them are recomputed. offload: what
-    this forward has in CPU memory.
+    is kept. alone: the same of one that is only tried, so that nothing of it is moved. inside:
+    those that are covered, where only parts of them are recomputed. offload: what this forward has
+    in CPU memory.
     """
 
     gap: CallWrapper
     whole: Callable[[Kept], CallWrapper]
+    alone: Callable[[Kept], CallWrapper]
     inside: CallWrapper | None = None
     offload: Offload | None = None
 
@@ -174,11 +176,14 @@ class Backend:
         def whole(kept: Kept) -> CallWrapper:
             return Recompute(contexts, self._keeping_of(kept), inputs)
 
+        def alone(kept: Kept) -> CallWrapper:
+            return Recompute(contexts, self._keeping_of(kept))
+
         inside = None
         if config.feed_forward_only:
             recompute = partial(_counted, whole(()))
             inside = partial(with_submodules, {**parts, "feed_forward": recompute})
-        return BlockWrappers(gap, whole, inside, offload)
+        return BlockWrappers(gap, whole, alone, inside, offload)
 
     def _keeping_of(self, kept: Kept) -> Keeping | None:
         """What was learned of calls that keep these, from forward to forward."""

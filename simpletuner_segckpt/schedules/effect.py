@@ -87,6 +87,45 @@ class StackEffect:
         ]
 
 
+@dataclass(slots=True)
+class Within:
+    """What a memory budget has made of one forward.
+
+    asked: the budget as the key says it; limit: bytes that it leaves. sizes: those of the call.
+    learning: whether it was the first of these, in which everything is recomputed. predicted:
+    bytes at the peak of the step. measured: the same, once its backward is over, if it was the
+    highest so far. share: seconds that recompute takes, of those that recomputing everything takes.
+    plan: by stack, as ``Schedule.marked`` draws it. note: what could not be measured.
+    """
+
+    asked: str
+    sizes: str
+    limit: int
+    predicted: int | None = None
+    learning: bool = False
+    measured: int | None = None
+    share: float = 1.0
+    plan: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    def lines(self) -> list[str]:
+        return [
+            f"within {self.asked}: {self.told}",
+            *(f"  {path}: {drawing}" for path, drawing in self.plan.items()),
+            *([f"  {self.note}"] if self.note else []),
+        ]
+
+    @property
+    def told(self) -> str:
+        """What of the budget the step takes, in a few words."""
+        if self.predicted is None:
+            return "first forward of this shape, everything is recomputed and measured"
+        peak = f"{readable(self.predicted)} predicted"
+        if self.measured is not None:
+            peak += f", {readable(self.measured)} measured"
+        return f"{peak}, {self.share:.0%} of the recompute of all blocks"
+
+
 @dataclass(frozen=True, slots=True)
 class Effect:
     """What the last training forward really did.
@@ -96,12 +135,14 @@ class Effect:
 
     cpu_bytes: CPU memory that what waits there takes.
     pinned_bytes: pinned CPU memory that the model holds, also for what is not in use now.
+    within: what a memory budget has made of it.
     """
 
     stacks: tuple[StackEffect, ...]
     conditions: tuple[Condition, ...] = ()
     cpu_bytes: int = 0
     pinned_bytes: int = 0
+    within: Within | None = None
 
     def __str__(self) -> str:
         lines = [f"because of {condition}" for condition in self.conditions]
@@ -109,6 +150,7 @@ class Effect:
         if self.cpu_bytes or self.pinned_bytes:
             waiting, held = readable(self.cpu_bytes), readable(self.pinned_bytes)
             lines.append(f"in CPU memory: {waiting}; pinned buffers: {held}")
+        lines += self.within.lines() if self.within else []
         return "\n".join(lines)
 
     def __getitem__(self, path: str) -> StackEffect:

@@ -3,7 +3,30 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from .effect import Effect
+from .effect import Effect, Within
+
+
+# Shapes of call that are told apart; the one that was not met for longest is forgotten.
+MOST_SHAPES = 64
+
+
+@dataclass(slots=True)
+class ShapeHistory:
+    """What a memory budget made of calls of one shape.
+
+    steps: how many there were. learned: in how many of them everything was recomputed, to be
+    measured. last: of the last one.
+    """
+
+    last: Within
+    steps: int = 0
+    learned: int = 0
+
+    def lines(self, sizes: str) -> list[str]:
+        steps = f"{self.steps} step" + "s" * (self.steps != 1)
+        learned = f", {self.learned} of them to learn" if self.learned else ""
+        plan = (f"    {path}: {drawing}" for path, drawing in self.last.plan.items())
+        return [f"  {sizes}: {steps}{learned}; {self.last.told}", *plan]
 
 
 @dataclass(slots=True)
@@ -18,6 +41,8 @@ class History:
     ran: by stack path, in how many training forwards it ran under which strategy, and why.
     drawn: by stack path, what ran last: ``[0 1] 2 3`` and so on.
     recomputed: whether any block was recomputed in any of them.
+    shapes: within a memory budget, what it made of each shape of call. learned: training forwards
+    in which everything was recomputed, to measure a shape.
     """
 
     trained: int = 0
@@ -28,6 +53,8 @@ class History:
     ran: dict[str, Counter[tuple[str, str]]] = field(default_factory=dict)
     drawn: dict[str, str] = field(default_factory=dict)
     recomputed: bool = False
+    shapes: dict[str, ShapeHistory] = field(default_factory=dict)
+    learned: int = 0
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -40,6 +67,18 @@ class History:
                 self.ran.setdefault(stack.path, Counter())[stack.strategy, stack.reason] += 1
                 self.drawn[stack.path] = stack.drawing
             self.recomputed = self.recomputed or bool(stack.segments)
+        if effect.within is not None:
+            self._add_shape(effect.within)
+
+    def _add_shape(self, within: Within) -> None:
+        shape = self.shapes.pop(within.sizes, None) or ShapeHistory(within)
+        shape.last = within
+        shape.steps += 1
+        shape.learned += within.learning
+        self.learned += within.learning
+        self.shapes[within.sizes] = shape  # those met last at the end
+        while len(self.shapes) > MOST_SHAPES:
+            del self.shapes[next(iter(self.shapes))]
 
     def lines(self) -> list[str]:
         """How many forwards of each kind; for each stack how often it ran how, and the last."""
@@ -60,4 +99,8 @@ class History:
                 for (strategy, reason), count in counted.most_common()
             ]
             out += [f"{path}: {', '.join(told)}", f"  {self.drawn[path]}"]
+        if self.shapes:
+            asked = next(reversed(self.shapes.values())).last.asked
+            out.append(f"within {asked}, {self.learned} of the steps to learn shapes:")
+            out += [line for sizes, shape in self.shapes.items() for line in shape.lines(sizes)]
         return out

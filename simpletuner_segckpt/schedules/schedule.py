@@ -72,6 +72,21 @@ class Schedule:
                     start = block + 1
         return replace(self, segments=tuple(pieces))
 
+    def marked(self) -> str:
+        """The same as ``str``, and what each recomputed block keeps: ``[0] [1a] [2af] 3``.
+
+        Of attention ``a``, of cross-attention ``c``, of feed-forwards ``f``.
+        """
+        starts = {segment.start for segment in self.segments}
+        ends = {segment[-1] for segment in self.segments}
+        return " ".join(
+            f"{'[' if block in starts else ''}{block}{self._marks(block)}{']' if block in ends else ''}"
+            for block in range(self.blocks)
+        )
+
+    def _marks(self, block: int) -> str:
+        return "".join(kind[0] for kind in self.kept_by(block))
+
     def __str__(self) -> str:
         """Segments in brackets, gap blocks bare: ``[0 1] 2 3 [4 5] 6 7 [8]``."""
         starts = {segment.start for segment in self.segments}

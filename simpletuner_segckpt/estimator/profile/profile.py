@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...costs import treatments
+from ...costs.build import build_of
 from ...costs.ledger import rounded
 from ...costs.records import Run, Work
 from ...private.of_torch import pytree
@@ -24,7 +25,7 @@ from .known_values import KnownValues
 from .lone_block import Hole, run_alone
 from .recorder import Call, Event, Recorder, record_step
 from .records import Block, BlockProfile, Glue, Profile
-from .thinning import build_of, extended, one_after_another, places_of, put_blocks, thinned
+from .thinning import extended, one_after_another, places_of, put_blocks, thinned
 from .walk import gradient_of, shared_gradients
 from .walk import levels as levels_of
 

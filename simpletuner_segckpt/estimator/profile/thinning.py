@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...costs.build import build_of
 from ...families.schema import Family
 from ...model.stacks import blocks_of, stacks_of, units_of
 from ...schedules.report import UNITS
@@ -41,20 +42,6 @@ def thinned(places: Sequence[PlacedBlock], family: Family) -> list[PlacedBlock]:
         if seen[build] <= 2 or place.index == last[place.stack] or place.stack in whole:
             kept.append(place)
     return kept
-
-
-def build_of(block: nn.Module) -> Any:
-    """What two blocks have in common that are built alike: weights, and settings of modules."""
-    weights = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()
-    )
-    settings = tuple(
-        (path, key, value)
-        for path, module in block.named_modules()
-        for key, value in sorted(vars(module).items())
-        if isinstance(value, (bool, int, float)) and not key.endswith(("idx", "index", "layer_id"))
-    )
-    return type(block), weights, settings
 
 
 def put_blocks(model: nn.Module, places: Sequence[PlacedBlock]) -> None:
