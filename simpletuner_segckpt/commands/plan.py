@@ -14,7 +14,7 @@ from ..config.edit import write_keys
 from ..config_schema import OWN_KEYS
 from ..estimator.predict.cards import card, cards
 from ..estimator.predict.estimate import MARGIN
-from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, memory, plan_config
+from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, plan_config
 from ..estimator.predict.step_time import time_of
 from ..estimator.profile.records import GIB
 from ..estimator.workload.parse import describe
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_workload_options(made)
     made.add_argument(
-        "--budget", type=memory, metavar="24GiB", help="memory of the card; --gpu knows its own"
+        "--budget", metavar="24GiB", help="memory to use; default: all that --gpu has"
     )
     made.add_argument(
         "--margin",
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise WorkloadError("--write needs a file, not standard input")
         plan = plan_config(
             options.config,
-            options.budget or (on.memory * GIB if on else 0),
+            on.memory * GIB if on and options.budget is None else options.budget,
             on=on,
             margin=options.margin,
             registry=FamilyRegistry.default(options.families),
