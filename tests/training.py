@@ -48,9 +48,12 @@ def entry_of(installation: Installation) -> CheckpointEntry:
     return installation._owner
 
 
-def add_lora(model: Module) -> None:
+# The attention projections of diffusers' models.
+ATTENTION = r".*\.(to_q|to_k|to_v|to_out\.0|to_qkv_mlp_proj)"
+
+
+def add_lora(model: Module, names: str = ATTENTION) -> None:
     """A LoRA with dropout on every attention projection; its B matrices are not zero."""
-    names = r".*\.(to_q|to_k|to_v|to_out\.0|to_qkv_mlp_proj)"
     config = LoraConfig(r=4, lora_alpha=4, lora_dropout=0.1, target_modules=names)
     inject_adapter_in_model(config, model)
     generator = torch.Generator().manual_seed(SEED)

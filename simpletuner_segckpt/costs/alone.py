@@ -35,13 +35,12 @@ class BlockCall:
     kwargs: dict[str, Any]
 
 
-def runs_of(
-    call: BlockCall, covered: Callable[[Kept], CallWrapper], exact: bool
-) -> dict[str, Run]:
+def runs_of(call: BlockCall, covered: Callable[[Kept], CallWrapper], exact: bool) -> dict[str, Run]:
     """What ``call`` costs, by treatment: recomputed with each choice of operators, and plain.
 
-    covered: what recomputes, for each choice. A choice that keeps no more than one without some of its operators is left out, and so is
-    what there is not the memory for. Raises what the block raises.
+    covered: what recomputes, for each choice. A choice that keeps no more than one without some of
+    its operators is left out, and so is what there is not the memory for. Raises what the block
+    raises.
     """
 
     def recomputed(kinds: Kept) -> Run:

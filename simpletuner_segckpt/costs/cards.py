@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 from ..messages.errors import WorkloadError
 
-
 # Where only shares of time are compared, and no card is named.
 DEFAULT_CARD = "rtx4090"
 

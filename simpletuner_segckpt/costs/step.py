@@ -32,11 +32,13 @@ class BlockCosts:
 
     ways: the first recomputes it as a whole. before: bytes that what runs before it, after the
     block before, keeps until their backward. trained: bytes of gradients that its backward leaves.
+    waiting: bytes of gradients that only wait while its backward runs.
     """
 
     ways: tuple[Way, ...]
     before: int = 0
     trained: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class StepCosts:
         for block in self.blocks:
             level += block.before
             gradients -= block.trained
-            yield Limits(level, level + gradients)
+            yield Limits(level, level + gradients + block.waiting)
 
 
 @dataclass(frozen=True, slots=True)

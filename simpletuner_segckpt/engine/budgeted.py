@@ -45,6 +45,9 @@ TOLERANCE, STEP_BACK = 1 / 200, 1 / 20
 # once in so many forwards.
 ASKED_AT_FIRST, ASKED_LATER = 3, 16
 
+# Of the budget: left free for what is not measured, such as gradients that meet between blocks.
+SLACK = 1 / 64
+
 # Steps that tell how many forwards come before one backward.
 LATEST_STEPS = 4
 
@@ -72,7 +75,9 @@ class Plan:
     costs: None where that is being measured. kept: bytes that it keeps for backward.
     """
 
-    def __init__(self, within: Within, costs: StepCosts | None = None, choice: Choice | None = None):
+    def __init__(
+        self, within: Within, costs: StepCosts | None = None, choice: Choice | None = None
+    ):
         self.within = within
         self.costs = costs
         self.choice = choice
@@ -139,7 +144,7 @@ class Budgeted:
         """Bytes that a step may take."""
         if self._limit is None:
             self._limit = self.asked.in_bytes(self.memory.total())
-        return self._limit - self.margin
+        return int(self._limit * (1 - SLACK)) - self.margin
 
     def plan(self, module: Module, sizes: Sizes) -> Plan:
         """For a forward of ``module`` that begins."""
@@ -150,7 +155,9 @@ class Budgeted:
         shape = self._known(sizes)
         if shape is None:
             return Plan(Within(str(self.asked), str(sizes), self.limit, learning=True))
-        used = self._used(shape) + (0 if self.memory.complete else sum(b.plan.kept for b in waiting))
+        used = self._used(shape) + (
+            0 if self.memory.complete else sum(b.plan.kept for b in waiting)
+        )
         shape.forwards += 1
         free = self.limit - used
         # Forwards that wait for their backward together share what there is.
@@ -250,7 +257,8 @@ class Budgeted:
         self._waiting.append(reference)
         for tensor in outputs:
             # The graph of the forward holds this, and lets it go when it is freed itself.
-            tensor.grad_fn.metadata[KEY] = backward  # type: ignore[union-attr]
+            node: Any = tensor.grad_fn
+            node.metadata[KEY] = backward
             tensor.register_hook(_Begins(reference, self))
 
     def _before_backward(self) -> list[_Backward]:
@@ -318,7 +326,6 @@ class Budgeted:
                 f"recomputed: about {readable(peak)}. Everything is recomputed, and training goes "
                 "on",
             )
-
 
 
 class _Begins:

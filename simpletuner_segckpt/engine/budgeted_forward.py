@@ -1,5 +1,6 @@
 """One training forward within a memory budget: with its plan, or measured for the next ones."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -92,12 +93,10 @@ class BudgetedForward(Forward):
     def returned(self, output: Any) -> None:
         self.within.returned(output)
 
-    def raised(self, error: BaseException | None) -> None:
-        self.within.ran_out(error)
-
     def abandon(self) -> None:
         super().abandon()
         self.within.learner = None
+        self.within.ran_out(sys.exc_info()[1])  # hooks of a model are called with it at hand
 
     def effect(self) -> Effect:
         return replace(super().effect(), within=self.within.plan.within)

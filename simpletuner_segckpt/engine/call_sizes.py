@@ -21,8 +21,9 @@ class Sizes(NamedTuple):
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The shapes, largest first: ``hidden_states 1x16x64x64, encoder_hidden_states 1x77x64``."""
-        shown = [f"{n} {'x'.join(map(str, s))}" for n, s in zip(self.names, self.shapes) if len(s) > 1]
+        """The shapes: ``encoder_hidden_states 1x77x64, hidden_states 1x16x64x64``."""
+        named = zip(self.names, self.shapes, strict=True)
+        shown = [f"{name} {'x'.join(map(str, shape))}" for name, shape in named if len(shape) > 1]
         return ", ".join(shown[:3]) or "no sizes"
 
     @property

@@ -324,8 +324,6 @@ class CheckpointEntry:
             self.traced.end()
             return None
         running = self.running.innermost(module)  # of a forward that raised the frame has ended
-        if running is not None and running.record is not None and not running.returned:
-            running.record.raised(sys.exc_info()[1])
         if running is None or not running.returned:
             return None  # not begun here, such as one during which this was installed
         forward = self.running.end(module)

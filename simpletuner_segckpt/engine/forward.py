@@ -61,9 +61,6 @@ class Forward:
     def returned(self, output: Any) -> None:
         """The model's forward is over and has returned ``output``."""
 
-    def raised(self, error: BaseException | None) -> None:
-        """The model's forward has raised ``error``."""
-
     def finish(self) -> None:
         """The model's forward is over. Raises ``SegmentBroken``, or as ``Offload.finish``."""
         try:

@@ -84,7 +84,12 @@ class Learner:
     """Watches one forward of ``model``, which is called with ``arguments``."""
 
     def __init__(
-        self, model: Module, arguments: Mapping[str, Any], kinds: KnownKinds, exact: bool, on_cpu: bool
+        self,
+        model: Module,
+        arguments: Mapping[str, Any],
+        kinds: KnownKinds,
+        exact: bool,
+        on_cpu: bool,
     ):
         self.model = model
         self.kinds = kinds
@@ -97,14 +102,19 @@ class Learner:
         self._results: dict[int, int] = {}  # memory of what blocks returned, and its bytes
         self._count: Counter[Place] = Counter()
         self._in_blocks: set[int] = set()  # parameters
+        # Of what wants a gradient and no block has made: its bytes, and how many blocks take it.
+        self._shared: dict[int, tuple[int, int]] = {}
 
     def calls(self, run: StackRun, index: int, block: Module, args: tuple, kwargs: dict) -> None:
         """A block is about to be called by ``run``."""
         tensors = tensors_in((args, kwargs))
         before = self._graph.saved_before(tensors)
         carried = []
+        wanting = {memory_of(tensor) for tensor in tensors if tensor.requires_grad}
         for memory, size in values_in(tensors).items():
             carried.append(self._results.get(memory, 0))
+            if memory in wanting and memory not in self._results:
+                self._shared[memory] = (size, self._shared.get(memory, (0, 0))[1] + 1)
             if memory not in self._graph.memory:
                 self._graph.memory.add(memory)
                 before += size
@@ -115,7 +125,9 @@ class Learner:
         fresh = [weight for weight in trained if id(weight) not in self._in_blocks]
         self._in_blocks.update(map(id, trained))
         self._called.append(
-            _Called(place, self._runs(run, index, block, args, kwargs), carried, before, _bytes(fresh))
+            _Called(
+                place, self._runs(run, index, block, args, kwargs), carried, before, _bytes(fresh)
+            )
         )
 
     def _runs(self, run: StackRun, index: int, block: Module, args: tuple, kwargs: dict) -> Runs:
@@ -149,21 +161,23 @@ class Learner:
             for weight in self.model.parameters()
             if weight.requires_grad and id(weight) not in self._in_blocks
         ]
+        shared = sum(size for size, uses in self._shared.values() if uses > 1)
+        waiting = self._graph.waiting_gradients()
         costs = StepCosts(
-            tuple(map(self._costs, self._called)),
+            tuple(map(self._costs, self._called, waiting)),
             head_peak=last + OF_HEAD * head + OF_OUTPUT * given,
-            trained=_bytes(others),
+            trained=_bytes(others) + shared,
         )
         return Learned(costs, tuple(called.place for called in self._called), self.unmeasured)
 
-    def _costs(self, called: _Called) -> BlockCosts:
+    def _costs(self, called: _Called, waiting: int) -> BlockCosts:
         taken = sum(called.carried)
         if COVERED not in called.runs or self._count[called.place] > 1:
             # Of a block that is called twice both calls run in one way.
             ways = [self._way(COVERED, called)] if called.runs else [Way(COVERED, taken, 0, 0, 0.0)]
         else:
             ways = [self._way(treatment, called) for treatment in called.runs]
-        return BlockCosts(tuple(ways), called.before, called.trained)
+        return BlockCosts(tuple(ways), called.before, called.trained, waiting)
 
     def _way(self, treatment: str, called: _Called) -> Way:
         run = called.runs[treatment]
@@ -180,7 +194,9 @@ class Learner:
         )
 
 
-def _measured(run: StackRun, block: Module, args: tuple, kwargs: dict[str, Any], exact: bool) -> Runs:
+def _measured(
+    run: StackRun, block: Module, args: tuple, kwargs: dict[str, Any], exact: bool
+) -> Runs:
     wrappers = run.stack.wrappers
     call = BlockCall(
         block,
@@ -228,7 +244,12 @@ def interpolated(share: float, low: Learned, high: Learned) -> Learned | None:
             return None
         mixed = (_mixed(share, ways[way.treatment], way) for way in more.ways)
         blocks.append(
-            replace(more, ways=tuple(mixed), before=_mean(share, less.before, more.before))
+            replace(
+                more,
+                ways=tuple(mixed),
+                before=_mean(share, less.before, more.before),
+                waiting=_mean(share, less.waiting, more.waiting),
+            )
         )
     head = _mean(share, low.costs.head_peak, high.costs.head_peak)
     return replace(high, costs=replace(high.costs, blocks=tuple(blocks), head_peak=head))

@@ -29,9 +29,9 @@ from ..schedules.conditions import CALL_CONDITIONS, NOT_RECOMPUTED, Condition, c
 from ..schedules.effect import shortfalls
 from ..schedules.report import UNITS, StackReport
 from ..schedules.schedule import Schedule, make_schedules
-from .call_shapes import CallShape, ProofTable, call_shape, with_hooks
 from .budgeted import Budgeted
 from .budgeted_forward import BudgetedForward, WithinBudget
+from .call_shapes import CallShape, ProofTable, call_shape, with_hooks
 from .forward import Forward
 from .platform import Platform
 from .proof import BoundStack, Proof

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from .effect import Effect, Within
 
-
 # Shapes of call that are told apart; the one that was not met for longest is forgotten.
 MOST_SHAPES = 64
 

@@ -6,7 +6,7 @@ Pure arithmetic: no torch, no I/O. ``interval`` is the number of blocks in a seg
 *gap*: they run normally and their activations stay in memory.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 Kept = tuple[str, ...]  # words of ``gradient_checkpointing_keep``, in their order there
@@ -77,22 +77,17 @@ class Schedule:
 
         Of attention ``a``, of cross-attention ``c``, of feed-forwards ``f``.
         """
-        starts = {segment.start for segment in self.segments}
-        ends = {segment[-1] for segment in self.segments}
-        return " ".join(
-            f"{'[' if block in starts else ''}{block}{self._marks(block)}{']' if block in ends else ''}"
-            for block in range(self.blocks)
-        )
-
-    def _marks(self, block: int) -> str:
-        return "".join(kind[0] for kind in self.kept_by(block))
+        return self._drawn(lambda block: "".join(kind[0] for kind in self.kept_by(block)))
 
     def __str__(self) -> str:
         """Segments in brackets, gap blocks bare: ``[0 1] 2 3 [4 5] 6 7 [8]``."""
+        return self._drawn(lambda block: "")
+
+    def _drawn(self, marks: Callable[[int], str]) -> str:
         starts = {segment.start for segment in self.segments}
         ends = {segment[-1] for segment in self.segments}
         return " ".join(
-            f"{'[' if block in starts else ''}{block}{']' if block in ends else ''}"
+            f"{'[' * (block in starts)}{block}{marks(block)}{']' * (block in ends)}"
             for block in range(self.blocks)
         )
 
