@@ -8,6 +8,7 @@ from .keys import (
     CheckpointingConfig,
     TrainerKeys,
 )
+from .memory import MemoryBudget
 from .spelling import describe, is_unset, switch, word
 from .training import TrainingKeys
 
@@ -17,6 +18,7 @@ __all__ = [
     "PREFIX",
     "TRAINER_KEYS",
     "CheckpointingConfig",
+    "MemoryBudget",
     "TrainerKeys",
     "TrainingKeys",
     "describe",

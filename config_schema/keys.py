@@ -1,15 +1,24 @@
 """The ``gradient_checkpointing*`` keys of a trainer's config, and the keys that bear on them.
 
-One Pydantic model for the nine keys, one for the trainer's own keys that force per-block or
+One Pydantic model for the ten keys, one for the trainer's own keys that force per-block or
 name the model family. Field aliases are the keys as they stand in the file. Import neither
 torch nor any other library that does: ``validate`` answers before a model exists.
 """
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from .memory import UNITS, MemoryBudget
 from .spelling import (
     FALSE,
     TRUE,
@@ -25,7 +34,11 @@ from .spelling import (
 
 PREFIX = "gradient_checkpointing"
 # Keys that SimpleTuner does not know, and the fields that hold them. As options it refuses them.
-OWN_KEYS = {"gradient_checkpointing_keep": "keep", "gradient_checkpointing_keep_last": "keep_last"}
+OWN_KEYS = {
+    "gradient_checkpointing_keep": "keep",
+    "gradient_checkpointing_keep_last": "keep_last",
+    "gradient_checkpointing_budget": "budget",
+}
 Backend = Literal["torch", "torch-ffn", "unsloth", "unsloth-ffn"]
 Kept = Literal["attention", "cross-attention", "ffn"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -63,6 +76,28 @@ def _boolean(description: str, hint: str = "") -> Any:
         "examples": [True, False],
     }
     return BeforeValidator(switch(hint)), WithJsonSchema(schema)
+
+
+def _memory(description: str) -> Any:
+    # Some digit is not 0; 100 is the last share.
+    amount = r"^\s*\+?(?=[0-9.]*[1-9])[0-9]+(\.[0-9]*)?\s*"
+    units = "|".join(UNITS).lower()
+    schema = {
+        "anyOf": [
+            {"type": "number", "exclusiveMinimum": 0},
+            {"type": "string", "pattern": rf"{amount}({_any_case(units)})?\s*$"},
+            {
+                "type": "string",
+                "pattern": r"^\s*\+?(100(\.0*)?|(?=[0-9.]*[1-9])[0-9]{1,2}(\.[0-9]*)?)\s*%\s*$",
+            },
+            {"type": "string", "pattern": rf"^\s*{_any_case('auto')}\s*$"},
+            *_UNSET_SCHEMA,
+        ],
+        "description": description,
+        "examples": ["22GiB", 22, "90%", "auto"],
+    }
+    written = PlainSerializer(lambda budget: None if budget is None else str(budget))
+    return BeforeValidator(MemoryBudget.parse), written, WithJsonSchema(schema)
 
 
 def _any_case(words: str) -> str:
@@ -190,6 +225,19 @@ class CheckpointingConfig(_Keys):
             [0, 1],
         ),
     ] = Field(0, alias="gradient_checkpointing_keep_last", title="Keep the last blocks")
+    budget: Annotated[
+        MemoryBudget | None,
+        *_memory(
+            "Memory that a training step may take, instead of a schedule: what is recomputed is "
+            "decided for each shape of call. A number counts GiB; % is of the device; auto leaves "
+            "a margin of it free."
+        ),
+    ] = Field(None, alias="gradient_checkpointing_budget", title="Memory budget")
+
+    @property
+    def may_keep(self) -> tuple[str, ...]:
+        """Operators whose outputs some recomputed block keeps, or may keep within a budget."""
+        return KEEP if self.budget else self.keep
 
     @property
     def feed_forward_only(self) -> bool:
@@ -200,6 +248,42 @@ class CheckpointingConfig(_Keys):
     def inputs_on_cpu(self) -> bool:
         """Whether what enters a checkpoint call waits for backward in CPU memory."""
         return self.backend.startswith("unsloth")
+
+    @model_validator(mode="after")
+    def _budget_stands_alone(self) -> "CheckpointingConfig":
+        if not self.enabled or self.budget is None:
+            return self
+        found = {"budget": str(self.budget)}
+        chosen = {name: getattr(self, name) for name in ("interval", "stride", "keep", "keep_last")}
+        fields = type(self).model_fields
+        others = [
+            f"{fields[name].alias} is {', '.join(value) if isinstance(value, tuple) else value}"
+            for name, value in chosen.items()
+            if value != fields[name].default
+        ]
+        if others:
+            raise PydanticCustomError(
+                "budget-with-others",
+                "is {budget} and chooses what is recomputed, but {others}; leave out one or the "
+                "other",
+                found | {"others": " and ".join(others)},
+            )
+        if self.feed_forward_only:
+            raise PydanticCustomError(
+                "budget-with-others",
+                "is {budget} but gradient_checkpointing_backend is {backend}, which recomputes the "
+                "feed-forwards and nothing else; write {whole} as the backend or leave the budget "
+                "out",
+                found | {"backend": self.backend, "whole": self.backend.removesuffix("-ffn")},
+            )
+        if self.offload_attention:
+            raise PydanticCustomError(
+                "budget-with-others",
+                "is {budget} but gradient_checkpointing_offload_attention is true, which moves "
+                "what the budget keeps or recomputes; write false there or leave the budget out",
+                found,
+            )
+        return self
 
     @model_validator(mode="after")
     def _pairs_agree(self) -> "CheckpointingConfig":

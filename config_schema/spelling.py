@@ -48,8 +48,8 @@ def whole_number(minimum: int, what: str) -> Callable[[Any], int | None]:
     def parse(value: Any) -> int | None:
         if is_unset(value):
             return None
-        number = _number(value)
-        if number is None or not _is_finite(number) or number != int(number):
+        number = finite_number(value)
+        if number is None or number != int(number):
             raise PydanticCustomError(
                 "wrong-type", "is {found}; {wanted}", {"found": describe(value), "wanted": wanted}
             )
@@ -66,8 +66,8 @@ def real_number(value: Any) -> float | None:
     """A finite number >= 0, as used for loss weights."""
     if is_unset(value):
         return None
-    number = _number(value)
-    if number is None or not _is_finite(number) or not 0 <= number < 2**31:
+    number = finite_number(value)
+    if number is None or not 0 <= number < 2**31:
         raise PydanticCustomError(
             "wrong-type", "is {found}; write a number, 0 or more", {"found": describe(value)}
         )
@@ -86,8 +86,10 @@ def json_value(value: Any) -> Any:
     return None if isinstance(value, (dict, list)) and not value else value
 
 
-def _is_finite(number: float) -> bool:
-    return isinstance(number, int) or math.isfinite(number)
+def finite_number(value: Any) -> int | float | None:
+    """The number that ``value`` is or spells; None where it is none, NaN or infinite."""
+    number = _number(value)
+    return None if isinstance(number, float) and not math.isfinite(number) else number
 
 
 def _number(value: Any) -> int | float | None:

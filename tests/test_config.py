@@ -22,6 +22,7 @@ BUCKETS = "gradient_checkpointing_offload_pin_memory_max_buckets"
 KEEP = "gradient_checkpointing_keep"
 KEEP_LAST = "gradient_checkpointing_keep_last"
 BACKEND = "gradient_checkpointing_backend"
+BUDGET = "gradient_checkpointing_budget"
 
 
 def read(config):
@@ -46,6 +47,7 @@ def test_defaults():
         PREFETCH: False,
         KEEP: (),
         KEEP_LAST: 0,
+        BUDGET: None,
     }
 
 
@@ -74,7 +76,9 @@ def test_whole_numbers(key, spelling):
     assert read({key: spelling}).model_dump(by_alias=True)[key] == 7
 
 
-@pytest.mark.parametrize("key", [INTERVAL, STRIDE, BUCKETS, KEEP_LAST, BACKEND, KEEP, OFFLOAD])
+@pytest.mark.parametrize(
+    "key", [INTERVAL, STRIDE, BUCKETS, KEEP_LAST, BACKEND, KEEP, OFFLOAD, BUDGET]
+)
 @pytest.mark.parametrize("unset", ["", None, "None", "none", "null", "  "])
 def test_unset(key, unset):
     default = CheckpointingConfig().model_dump(by_alias=True)[key]
@@ -108,6 +112,147 @@ def test_keep():
         assert codes({KEEP: wrong}) == ["SEG205"]
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("spelling", "amount", "written"),
+    [
+        ("22GiB", 22 * GIB, "22 GiB"),
+        (" 22 gib ", 22 * GIB, "22 GiB"),
+        ("22GB", 22 * 10**9, "22 GB"),
+        ("22000MiB", 22000 << 20, "22000 MiB"),
+        ("512 KiB", 1 << 19, "512 KiB"),
+        ("1.5TB", 15 * 10**11, "1.5 TB"),
+        (22, 22 * GIB, "22 GiB"),
+        (22.5, 45 * GIB // 2, "22.5 GiB"),
+        ("22", 22 * GIB, "22 GiB"),
+        ("+22.", 22 * GIB, "22 GiB"),
+        (2**-20, 1024, "0.00000095367431640625 GiB"),
+        (numpy.float32(0.5), GIB // 2, "0.5 GiB"),
+    ],
+)
+def test_a_budget_is_an_amount(spelling, amount, written):
+    budget = read({BUDGET: spelling}).budget
+    assert budget.in_bytes(1) == amount
+    assert not budget.of_device
+    assert str(budget) == written
+    assert read({BUDGET: written}).budget == budget
+
+
+@pytest.mark.parametrize(
+    ("spelling", "written", "of_10", "of_100"),
+    [
+        ("90%", "90%", 9 * GIB, 90 * GIB),
+        (" 12.5 % ", "12.5%", 5 * GIB // 4, 25 * GIB // 2),
+        ("100%", "100%", 10 * GIB, 100 * GIB),
+        ("auto", "auto", 9 * GIB, 95 * GIB),
+        (" Auto", "auto", 9 * GIB, 95 * GIB),
+    ],
+)
+def test_a_budget_is_of_the_device(spelling, written, of_10, of_100):
+    """Automatically a twentieth is left free, but no less than a GiB."""
+    budget = read({BUDGET: spelling}).budget
+    assert budget.of_device
+    assert (budget.in_bytes(10 * GIB), budget.in_bytes(100 * GIB)) == (of_10, of_100)
+    assert str(budget) == written
+    assert read({BUDGET: written}).budget == budget
+
+
+def test_auto_on_a_device_with_less_than_its_margin():
+    assert read({BUDGET: "auto"}).budget.in_bytes(GIB // 2) == 0
+
+
+A_BUDGET = "write an amount of memory, as 22GiB, a share of the device, as 90%, or auto"
+AN_AMOUNT = "write an amount above 0 and below 1024 TiB, as 22GiB (a number alone counts GiB)"
+A_SHARE = "write a share of the device above 0% and up to 100%"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "sentence"),
+    [
+        ("much", "SEG203", f'is "much"; {A_BUDGET}'),
+        ("22 bytes", "SEG203", f'is "22 bytes"; {A_BUDGET}'),
+        ("%", "SEG203", f'is "%"; {A_BUDGET}'),
+        ("22 GiB 3", "SEG203", f'is "22 GiB 3"; {A_BUDGET}'),
+        (True, "SEG203", f"is true; {A_BUDGET}"),
+        ([22], "SEG203", f"is a list; {A_BUDGET}"),
+        ({"unit": "GiB"}, "SEG203", f"is an object; {A_BUDGET}"),
+        (float("nan"), "SEG203", f"is nan; {A_BUDGET}"),
+        ("inf", "SEG203", f'is "inf"; {A_BUDGET}'),
+        (
+            "22G",
+            "SEG203",
+            'is "22G"; write 22GiB (powers of 1024) or 22GB (powers of 1000)',
+        ),
+        (
+            "1.5 mi",
+            "SEG203",
+            'is "1.5 mi"; write 1.5MiB (powers of 1024) or 1.5MB (powers of 1000)',
+        ),
+        (0, "SEG204", f"is 0; {AN_AMOUNT}"),
+        ("0GiB", "SEG204", f'is "0GiB"; {AN_AMOUNT}'),
+        ("-3 GiB", "SEG204", f'is "-3 GiB"; {AN_AMOUNT}'),
+        (1e-12, "SEG204", f"is 1e-12; {AN_AMOUNT}"),
+        (22 * GIB, "SEG204", f"is 23622320128; {AN_AMOUNT}"),
+        (10**400, "SEG204", f"is a huge number; {AN_AMOUNT}"),
+        ("0%", "SEG204", f'is "0%"; {A_SHARE}'),
+        ("101%", "SEG204", f'is "101%"; {A_SHARE}'),
+        ("-5%", "SEG204", f'is "-5%"; {A_SHARE}'),
+    ],
+)
+def test_what_is_no_budget(wrong, code, sentence):
+    with pytest.raises(ConfigError) as caught:
+        load_settings({BUDGET: wrong})
+    assert str(caught.value) == f"{code} error: `{BUDGET}` {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        (
+            {INTERVAL: 2},
+            f"is 22 GiB and chooses what is recomputed, but {INTERVAL} is 2; leave out one or the "
+            "other",
+        ),
+        (
+            {INTERVAL: 4, STRIDE: 2, KEEP: ["attention", "ffn"], KEEP_LAST: 1},
+            f"is 22 GiB and chooses what is recomputed, but {INTERVAL} is 4 and {STRIDE} is 2 and "
+            f"{KEEP} is attention, ffn and {KEEP_LAST} is 1; leave out one or the other",
+        ),
+        (
+            {BACKEND: "unsloth-ffn"},
+            f"is 22 GiB but {BACKEND} is unsloth-ffn, which recomputes the feed-forwards and "
+            "nothing else; write unsloth as the backend or leave the budget out",
+        ),
+        (
+            {OFFLOAD: True},
+            f"is 22 GiB but {OFFLOAD} is true, which moves what the budget keeps or recomputes; "
+            "write false there or leave the budget out",
+        ),
+    ],
+)
+def test_what_a_budget_cannot_stand_beside(others, sentence):
+    with pytest.raises(ConfigError) as caught:
+        load_settings({BUDGET: "22GiB", **others})
+    assert str(caught.value) == f"SEG306 error: `{BUDGET}` {sentence}"
+    off = load_settings({BUDGET: "22GiB", **others, ON: False})
+    assert {finding.code for finding in off.findings} == {"SEG304"}
+
+
+def test_what_a_budget_can_stand_beside():
+    unset = {INTERVAL: 1, STRIDE: None, KEEP: [], KEEP_LAST: "0", OFFLOAD: "off"}
+    config = read({BUDGET: 22, BACKEND: "unsloth", PREFETCH: True, BUCKETS: 3, **unset})
+    assert config.inputs_on_cpu
+    assert load_settings(config).checkpointing == config
+    assert config.model_dump(mode="json", by_alias=True)[BUDGET] == "22 GiB"
+
+
+def test_what_a_block_may_keep():
+    assert read({KEEP: "ffn"}).may_keep == ("ffn",)
+    assert read({BUDGET: "auto"}).may_keep == ("attention", "cross-attention", "ffn")
+
+
 def test_backend():
     assert CheckpointingConfig(backend="Torch_FFN").backend == "torch-ffn"
     assert codes({BACKEND: "full"}) == codes({BACKEND: True}) == ["SEG205"]
@@ -128,6 +273,7 @@ def test_backend():
         ("gradient_checkpoiting_interval", INTERVAL),
         ("gradient_chekpointing_interval", INTERVAL),
         ("grad_checkpointing_interval", INTERVAL),
+        ("gradient_checkpointing_memory_budget", BUDGET),
     ],
 )
 def test_unknown_keys_get_the_nearest_real_one(key, nearest):
@@ -218,11 +364,23 @@ def test_a_file_means_what_its_mapping_means(tmp_path, suffix):
     assert path.read_bytes() == before
 
 
+def test_a_budget_in_toml(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(f"{BUDGET} = 22.5\n")
+    assert str(read(path).budget) == "22.5 GiB"
+    path.write_text(f'"--{BUDGET}" = "22G"\n')
+    with pytest.raises(ConfigError, match=f"config.toml:1:1: SEG203 error: `--{BUDGET}` is"):
+        load_settings(path)
+
+
 def test_a_namespace():
     parsed = argparse.Namespace(
         lr=1e-4, gradient_checkpointing=True, gradient_checkpointing_interval=2
     )
     assert read(parsed).interval == 2
+    parser = argparse.ArgumentParser()
+    parser.add_argument(f"--{BUDGET}")
+    assert str(read(parser.parse_args([f"--{BUDGET}=90%"])).budget) == "90%"
     empty = argparse.Namespace(gradient_checkpointing_interval=None, gradient_checkpointing=False)
     assert read(empty) == CheckpointingConfig(enabled=False)
     assert read(CheckpointingConfig(interval=3)).interval == 3
@@ -258,6 +416,12 @@ def test_the_schema_describes_every_key():
         {"$schema": "segckpt.schema.json", INTERVAL: 2, STRIDE: "4", "other": [1]},
         {ON: "None", INTERVAL: "", STRIDE: None, KEEP: "attention"},
         {"--" + INTERVAL: 2, KEEP: ["attention", "ffn"], BUCKETS: 0},
+        *(
+            {BUDGET: spelling}
+            for spelling in (22, 0.5, "22", " 22.5 GiB", "300mb", "+7TiB", "90%", "9.5 %", "100%")
+        ),
+        {BUDGET: " Auto "},
+        {"--" + BUDGET: "None"},
     ],
 )
 def test_the_schema_accepts_what_is_read(config):
@@ -277,6 +441,8 @@ def test_the_schema_accepts_what_is_read(config):
         {"gradient_checkpointing_intervall": 2},
         {"--gradient_checkpointing_stride": 2},
         {BUCKETS: 3.7},
+        *({BUDGET: wrong} for wrong in (0, -1, True, "0", "0.0GiB", "-3GiB", "22G", "most")),
+        *({BUDGET: wrong} for wrong in ("0%", "101%", "100.1%", "%", ["22GiB"])),
     ],
 )
 def test_the_schema_refuses_what_is_refused(config):

@@ -87,8 +87,31 @@ def test_a_list(line, key, value):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "GRADIENT_CHECKPOINTING_BUDGET=22 GiB",
+        "export GRADIENT_CHECKPOINTING_BUDGET='22GiB'",
+        "TRAINER_EXTRA_ARGS=--gradient_checkpointing_budget=22",
+    ],
+)
+def test_a_budget(line):
+    settings, _ = check_settings(read(line))
+    assert str(settings.checkpointing.budget) == "22 GiB"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "GRADIENT_CHECKPOINTING_BUDGET=22G",
+            'config.env:1:1: SEG203 error: `GRADIENT_CHECKPOINTING_BUDGET` is "22G"; write 22GiB '
+            "(powers of 1024) or 22GB (powers of 1000)",
+        ),
+        (
+            "TRAINER_EXTRA_ARGS=--gradient_checkpointing_budget=90%",
+            "config.env:1:1: SEG304 warning: `--gradient_checkpointing_budget` ends SimpleTuner "
+            "unless `segckpt launch` starts it; write GRADIENT_CHECKPOINTING_BUDGET=90%",
+        ),
         (
             "GRADIENT_CHECKPOINTING_INTERVAL=2",
             "config.env:1:1: SEG304 warning: `GRADIENT_CHECKPOINTING_INTERVAL` is not read by "

@@ -408,12 +408,19 @@ def test_what_plan_refuses(tmp_path, capsys, arguments, said):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("budget", ["much", "0", "24TB", "-3"])
-def test_no_amount_of_memory(tmp_path, capsys, budget):
-    with pytest.raises(SystemExit) as ended:
-        plan.main([written(tmp_path, WAN), f"--budget={budget}"])
-    assert ended.value.code == 2
-    assert "is no amount of memory; write 24GiB" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("budget", "said"),
+    [
+        ("much", 'the budget is "much"; write an amount of memory, as 22GiB'),
+        ("0", 'the budget is "0"; write an amount above 0'),
+        ("24G", 'the budget is "24G"; write 24GiB (powers of 1024) or 24GB (powers of 1000)'),
+        ("90%", "the budget is 90% and no card is named; name one, or write an amount, as 24GiB"),
+        ("", 'the budget is ""; write an amount of memory, as 24GiB'),
+    ],
+)
+def test_no_amount_of_memory(tmp_path, capsys, budget, said):
+    assert plan.main([written(tmp_path, WAN), f"--budget={budget}"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_budget_as_text():
@@ -423,10 +430,10 @@ def test_a_budget_as_text():
     assert found.budget == 4 * GIB
 
 
-def test_amounts_of_memory():
-    assert plan.memory("24GiB") == plan.memory("24") == plan.memory(" 24 gib ") == 24 * GIB
-    assert plan.memory("24GB") == 24e9
-    assert plan.memory("512MiB") == GIB / 2
+def test_a_budget_that_is_a_share_of_the_card(tmp_path, capsys):
+    options = [*SMALL, "--gpu", "rtx4090", "--output-format", "json"]
+    assert plan.main([written(tmp_path, WAN), *options, "--budget", "50%"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"] == 12 * GIB
 
 
 # -- compare ----------------------------------------------------------------------------------

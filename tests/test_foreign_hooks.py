@@ -625,6 +625,11 @@ def test_group_offloading(name, level, config, strategy, when, nan_memory, tmp_p
         ({"offload_type": "leaf_level"}, keys(2, keep_last=1), "blocks 4 needs"),
         (
             {"offload_type": "leaf_level"},
+            {"gradient_checkpointing_budget": 22},
+            "blocks 0 1 2 3 4 needs",
+        ),
+        (
+            {"offload_type": "leaf_level"},
             {"gradient_checkpointing_backend": "torch-ffn"},
             "blocks 0 1 2 3 4",
         ),

@@ -106,6 +106,15 @@ KEYS = {
 }
 
 
+def test_its_script_within_a_budget(trainer, capfd):
+    write({"gradient_checkpointing_budget": "22GiB", "resolution": 64})
+    assert launch.main(["-m", "simpletuner.train"]) == 0
+    said = capfd.readouterr()
+    assert "'resolution': 64" in said.out
+    assert "budget" not in said.out
+    assert "budget: 22 GiB; what is recomputed" in said.err
+
+
 @pytest.mark.parametrize("by", ["module", "path"])
 @pytest.mark.parametrize("native", [False, True])
 def test_its_script_with_our_keys_in_its_own_config(trainer, capfd, by, native):

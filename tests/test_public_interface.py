@@ -1,8 +1,8 @@
 """What users rely on is what it was: names, parameters, codes, commands, JSON, family files.
 
-``public_interface.json`` was made before the package got its present folders; only `--gpu` of
-``compare`` is gone since. Whoever changes it changes what scripts and configs out there see. To
-write it anew: ``python tests/test_public_interface.py``.
+``public_interface.json`` was made before the package got its present folders; since then `--gpu` of
+``compare`` is gone, and the key and the codes of a memory budget came. Whoever changes it changes
+what scripts and configs out there see. To write it anew: ``python tests/test_public_interface.py``.
 """
 
 import inspect

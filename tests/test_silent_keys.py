@@ -27,6 +27,7 @@ VALUES = [
     (f"{P}_offload_attention", True),
     (f"{P}_offload_prefetch", True),
     (f"{P}_offload_pin_memory_max_buckets", 3),
+    (f"{P}_budget", "90%"),
     (P, False),
     ("musubi_blocks_to_swap", 4),
     ("crepa_enabled", True),
@@ -46,11 +47,12 @@ def plan(config, key):
     report = checked(config).report
     if report is None:  # refused without the key
         return None
-    stacks = report_document(report)["stacks"]
+    told = report_document(report)
+    stacks = told["stacks"]
     planned = [{k: v for k, v in s.items() if k not in ("strategy", "reason")} for s in stacks]
     if key in (f"{P}_offload_prefetch", f"{P}_offload_pin_memory_max_buckets"):
         return [key in config and (s["inputs_on_cpu"] or s["offloaded"] != []) for s in planned]
-    return planned
+    return planned, told["budget"]
 
 
 @pytest.mark.parametrize("family", ["flux", "hidream", "sd1x"])

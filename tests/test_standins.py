@@ -435,13 +435,18 @@ def test_a_native_class_without_a_setter_for_an_option():
 
     model, _ = toy(OnlyInterval)
     ignored = keys(2, 4, 1) | {"gradient_checkpointing_keep": "attention"}
-    for facts in (native_family(), None):
+    budget = {"gradient_checkpointing_budget": "22GiB"}
+    for facts, config, named in (
+        (native_family(), ignored, ("segment_stride", "keep", "keep_last")),
+        (None, ignored, ("segment_stride", "keep", "keep_last")),
+        (native_family(), budget, ("budget",)),
+    ):
         with pytest.raises(ConfigError) as error:
-            simpletuner_segckpt.apply(model, ignored, family=facts, native=True)
+            simpletuner_segckpt.apply(model, config, family=facts, native=True)
         assert str(error.value).split("\n") == [
             f"SEG402 error: `gradient_checkpointing_{key}` is given, but OnlyInterval has no "
             "setter for it; leave it out"
-            for key in ("segment_stride", "keep", "keep_last")
+            for key in named
         ]
     off = {"gradient_checkpointing": False}
     assert simpletuner_segckpt.apply(model, ignored | off, native=True).report.strategy == "off"

@@ -102,6 +102,11 @@ def validate(tmp_path, capsys, monkeypatch):
             "gradient_checkpointing_backend is unsloth-ffn, which recomputes the feed-forwards and "
             "nothing else; write unsloth as the backend or leave keep out",
         ),
+        (
+            {INTERVAL: 2, "gradient_checkpointing_budget": "22GiB"},
+            "config.json:1:40: SEG306 error: `gradient_checkpointing_budget` is 22 GiB and chooses "
+            f"what is recomputed, but {INTERVAL} is 2; leave out one or the other",
+        ),
     ],
 )
 def test_findings(validate, content, finding):
@@ -183,6 +188,53 @@ def test_what_the_blocks_of_a_family_have(validate, content, findings, code):
     found, out = validate(content)
     assert all(finding in out for finding in findings)
     assert found == code
+
+
+WITHIN = {"model_family": "wan", "gradient_checkpointing_budget": "22GiB", BACKEND: "unsloth"}
+
+
+def test_within_a_budget(validate):
+    code, out = validate(WITHIN, "--blocks", "blocks=3")
+    assert code == 0
+    assert out.splitlines()[1:7] == [
+        "  family wan, strategy per-block",
+        "  budget: 22 GiB; what is recomputed is decided for each shape of call, the first of each "
+        "recomputes everything",
+        "  blocks: 3 blocks, per-block (within 22 GiB each shape of call gets a plan of its own)",
+        "    [0] [1] [2]",
+        "    3 recomputed in 3 checkpoint calls, 0 run normally",
+        "    the inputs of each checkpoint call wait in CPU memory",
+    ]
+    assert "All keys are right." in out
+    report = json.loads(validate(WITHIN, "--output-format", "json")[1])["files"][0]["report"]
+    assert report["budget"] == "22 GiB"
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "code"),
+    [
+        (
+            {"fsdp_enable": True, "fsdp_activation_checkpointing": True},
+            "SEG304 warning: `gradient_checkpointing_budget` has no effect: "
+            "fsdp_activation_checkpointing: FSDP recomputes the blocks itself",
+            0,
+        ),
+        ({"crepa_enabled": True}, "    because of crepa_enabled: CREPA captures hidden states", 0),
+        (
+            {"enable_group_offload": True},
+            "SEG402 error: `enable_group_offload` is on: group offloading takes the weights away "
+            "that the backward of some blocks needs, since they are not recomputed as a whole; "
+            "cover every block (no stride, no keep_last, no backend for feed-forwards, no memory "
+            "budget)",
+            1,
+        ),
+    ],
+)
+def test_a_budget_beside_keys_of_the_trainer(validate, content, said, code):
+    found, out = validate({"model_family": "wan", "gradient_checkpointing_budget": 22} | content)
+    assert said in out
+    assert found == code
+    assert ("budget: 22 GiB" in out) == ("crepa_enabled" in content)
 
 
 def test_a_document_says_what_happens_inside_the_blocks(validate):

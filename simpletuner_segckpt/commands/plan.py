@@ -16,7 +16,7 @@ from ..costs.cards import card, cards
 from ..costs.records import GIB
 from ..estimator.predict.estimate import MARGIN
 from ..estimator.predict.peak import time_of
-from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, memory, plan_config
+from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, plan_config
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_workload_options(made)
     made.add_argument(
-        "--budget", type=memory, metavar="24GiB", help="memory of the card; --gpu knows its own"
+        "--budget", metavar="24GiB", help="memory to use; default: all that --gpu has"
     )
     made.add_argument(
         "--margin",
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise WorkloadError("--write needs a file, not standard input")
         plan = plan_config(
             options.config,
-            options.budget or (on.memory * GIB if on else 0),
+            on.memory * GIB if on and options.budget is None else options.budget,
             on=on,
             margin=options.margin,
             registry=FamilyRegistry.default(options.families),

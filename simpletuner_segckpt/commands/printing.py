@@ -62,6 +62,7 @@ def report_document(report: Report) -> dict[str, Any]:
     return {
         "family": report.family,
         "strategy": report.strategy,
+        "budget": str(report.budget) if report.budget else None,
         "conditions": [asdict(condition) for condition in report.conditions],
         "remarks": list(report.remarks),
         "stacks": [

@@ -36,6 +36,7 @@ _PAIR_KEYS = {
     "stride-below-interval": "gradient_checkpointing_segment_stride",
     "prefetch-without-offload": "gradient_checkpointing_offload_prefetch",
     "keep-with-ffn": "gradient_checkpointing_keep",
+    "budget-with-others": "gradient_checkpointing_budget",
 }
 
 

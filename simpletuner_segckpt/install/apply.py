@@ -153,7 +153,7 @@ def apply_on(
     for finding in findings:
         logger.warning("%s", finding)
     if platform.accelerator() is None:
-        report = report.without_moves()
+        report = report.without_accelerator()
     earlier = _owner_of(base)
     with ExitStack() as undo:
         shared = earlier.models(base) if isinstance(earlier, CheckpointEntry) else {base}
@@ -330,7 +330,7 @@ def _parts(
     for planned in report.stacks:
         stack = family.stack_at(planned.path) if family else None
         kinds: dict[SubmoduleKind, tuple[str, ...]] = {}
-        if stack and "ffn" in config.keep:
+        if stack and "ffn" in config.may_keep:
             kinds["feed_forward"] = stack.projections
         elif stack and config.feed_forward_only:
             kinds["feed_forward"] = stack.feed_forward

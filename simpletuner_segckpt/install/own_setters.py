@@ -71,7 +71,7 @@ def not_taken(settings: Settings, model: Module) -> Iterator[Finding]:
 def without_unknown_keys(settings: Settings) -> Settings:
     """``settings`` without the keys of which only the class knows what they do."""
     default = CheckpointingConfig()
-    unknown = ("keep_last", "keep", "backend", "offload_attention", "prefetch")
+    unknown = ("keep_last", "keep", "budget", "backend", "offload_attention", "prefetch")
     update = {field: getattr(default, field) for field in unknown}
     return replace(settings, checkpointing=settings.checkpointing.model_copy(update=update))
 

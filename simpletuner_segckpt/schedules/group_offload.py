@@ -11,11 +11,14 @@ MOVED_TOGETHER = (
 TAKEN_AWAY = (
     "group offloading takes the weights away that the backward of {} needs, since they are not "
     "recomputed as a whole; cover every block (no stride, no keep_last, no backend for "
-    "feed-forwards)"
+    "feed-forwards, no memory budget)"
 )
 
 
 def needed_again(planned: StackReport, blocks: int) -> list[int]:
-    """Of the blocks of a stack in which some are recomputed, those that are not as a whole."""
-    recomputed = () if planned.feed_forward else planned.covered
+    """Of the blocks of a stack in which some are recomputed, those that are not as a whole.
+
+    Within a memory budget that may be any of them.
+    """
+    recomputed = () if planned.feed_forward or planned.within_budget else planned.covered
     return [b for b in range(blocks) if b not in recomputed] if planned.covered else []

@@ -47,7 +47,7 @@ def native_report(config: CheckpointingConfig, family: Family | None, report: Re
     for stack in report.stacks:
         stacks.append(_native_stack(stack, first, config, family, report.conditions))
         first += stack.blocks
-    return replace(report, stacks=tuple(stacks))
+    return replace(report, stacks=tuple(stacks), budget=None)
 
 
 def _native_stack(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config.settings import Settings
-from ..config_schema import CheckpointingConfig
+from ..config_schema import CheckpointingConfig, MemoryBudget
 from ..config_schema.keys import KEEP
 from ..families.schema import Family, Stack
 from .conditions import Condition, config_conditions
@@ -30,6 +30,8 @@ class StackReport:
         it is the whole block.
     inputs_on_cpu: whether what enters a checkpoint call waits for backward in CPU memory.
     offloaded: blocks whose attention saves to CPU memory.
+    within_budget: whether a memory budget decides, for each shape of call, what of it is
+        recomputed; ``schedule`` is then that of the first forward of each.
     """
 
     path: str
@@ -39,6 +41,7 @@ class StackReport:
     feed_forward: tuple[str, ...] = ()
     inputs_on_cpu: bool = False
     offloaded: tuple[int, ...] = ()
+    within_budget: bool = False
 
     @property
     def blocks(self) -> int:
@@ -101,6 +104,7 @@ class Report:
     stacks: tuple[StackReport, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (path, reason)
     remarks: tuple[str, ...] = ()  # what a class with setters of its own makes of the keys
+    budget: MemoryBudget | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -111,16 +115,24 @@ class Report:
         order: tuple[Strategy, ...] = ("native", "segmented", "per-block")
         return next((strategy for strategy in order if strategy in found), "off")
 
-    def without_moves(self) -> "Report":
+    def without_accelerator(self) -> "Report":
         """The report where everything is in CPU memory anyway, so that nothing is moved there."""
         stacks = (replace(stack, inputs_on_cpu=False, offloaded=()) for stack in self.stacks)
-        return replace(self, stacks=tuple(stacks))
+        remarks = self.remarks
+        if self.budget and self.budget.of_device:
+            remarks += (f"there is no accelerator, so the budget of {self.budget} is of the RAM",)
+        return replace(self, stacks=tuple(stacks), remarks=remarks)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         out = [f"family {self.family or 'unknown (probed)'}, strategy {self.strategy}"]
+        if self.budget:
+            out.append(
+                f"budget: {self.budget}; what is recomputed is decided for each shape of call, the "
+                "first of each recomputes everything"
+            )
         out += [f"  because of {condition}" for condition in self.conditions]
         out += [line for stack in self.stacks for line in stack.lines()]
         out += [f"{path}: left out ({reason})" for path, reason in self.left_out]
@@ -145,11 +157,13 @@ def make_report(
         _stack_report(path, schedule, config, conditions, family.stack_at(path) if family else None)
         for path, schedule in schedules.items()
     ]
+    off = any(condition.off for condition in conditions)
     return Report(
         family.family if family else None,
         tuple(conditions),
         tuple(reports),
         tuple(left_out),
+        budget=None if off else config.budget,
     )
 
 
@@ -176,8 +190,12 @@ def _stack_report(
             feed_forward=feed_forward if config.feed_forward_only and schedule.segments else (),
             inputs_on_cpu=config.inputs_on_cpu and bool(schedule.segments),
             offloaded=_offloaded(schedule, config, described),
+            within_budget=config.budget is not None,
         )
 
+    if config.budget:
+        reason = f"within {config.budget} each shape of call gets a plan of its own"
+        return report("per-block", Schedule.of_all(schedule.blocks), reason)
     if not schedule.segments:
         return report("off", schedule, "gradient_checkpointing_keep_last keeps all its blocks")
     if config.feed_forward_only and not feed_forward:

@@ -57,7 +57,8 @@ def without_effect(settings: Settings, family: Family | None, planned: Report) -
 
 def _outcome(report: Report) -> list[tuple[Any, ...]]:
     return [
-        (s.segments, s.feed_forward, s.kept, s.inputs_on_cpu, s.offloaded) for s in report.stacks
+        (s.segments, s.feed_forward, s.kept, s.inputs_on_cpu, s.offloaded, s.within_budget)
+        for s in report.stacks
     ]
 
 

@@ -1,13 +1,13 @@
 """The fastest keys that fit into a memory budget, for the model that a config trains."""
 
-import argparse
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import PydanticCustomError
+
 from ...config.settings import ConfigSource, load_settings
-from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig
+from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig, MemoryBudget
 from ...costs.cards import Card, card
 from ...costs.records import GIB
 from ...families.registry import FamilyRegistry
@@ -63,10 +63,10 @@ def plan_config(
 ) -> BudgetPlan:
     """The keys with the least step time whose peak fits into ``budget`` of a card.
 
-    budget: bytes, or text such as ``24GiB``. margin: share of it that stays free, beside the CUDA
-    context. The search is exact over all intervals up to 8 and the whole stack, strides,
-    ``keep_last``, operators to keep, backends and offloading. Raises ``ConfigError``,
-    ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
+    budget: bytes, or text such as ``24GiB`` or ``90%`` (of ``on``). margin: share of it that stays
+    free, beside the CUDA context. The search is exact over all intervals up to 8 and the whole
+    stack, strides, ``keep_last``, operators to keep, backends and offloading. Raises
+    ``ConfigError``, ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
     """
     from ..profile.profile import profile
     from .search import Search
@@ -76,7 +76,7 @@ def plan_config(
     for condition in conditions:
         if condition.off:
             raise WorkloadError(f"there is nothing to plan, since {condition}")
-    budget = memory(budget) if isinstance(budget, str) else budget
+    budget = memory(budget, on) if isinstance(budget, str) else budget
     reach = usable(budget, margin)
     if reach <= 0:
         raise WorkloadError(
@@ -162,10 +162,19 @@ def _lever(part: str, work: Workload) -> str:
     return "; ".join(levers) or "the trainer's config has nothing more to offer"
 
 
-def memory(text: str) -> float:
-    """Bytes of ``24GiB``, ``24GB`` (powers of 1000) or ``24`` (GiB)."""
-    units = {"": GIB, "g": GIB, "gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in units or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no amount of memory; write 24GiB")
-    return float(found[1]) * units[found[2]]
+def memory(text: str, on: Card | None = None) -> int:
+    """Bytes of what ``gradient_checkpointing_budget`` would say, of the card ``on`` where of one.
+
+    Raises ``WorkloadError``.
+    """
+    try:
+        budget = MemoryBudget.parse(text)
+    except PydanticCustomError as error:
+        raise WorkloadError(f"the budget {error.message()}") from None
+    if budget is None:
+        raise WorkloadError(f'the budget is "{text}"; write an amount of memory, as 24GiB')
+    if budget.of_device and on is None:
+        raise WorkloadError(
+            f"the budget is {budget} and no card is named; name one, or write an amount, as 24GiB"
+        )
+    return budget.in_bytes(int(on.memory * GIB) if on else 0)
