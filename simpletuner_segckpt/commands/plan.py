@@ -14,9 +14,9 @@ from ..config.edit import write_keys
 from ..config_schema import OWN_KEYS
 from ..costs.cards import card, cards
 from ..costs.records import GIB
-from ..estimator.predict.estimate import MARGIN
 from ..estimator.predict.peak import time_of
 from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, plan_config
+from ..estimator.predict.usable import MARGIN
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from ..messages.errors import WorkloadError
 
+DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
+
 
 class Card(BaseModel):
     """A GPU. memory: GiB. flops: dense bf16 FLOP/s. bandwidth, link: bytes/s."""

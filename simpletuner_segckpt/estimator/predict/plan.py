@@ -8,14 +8,14 @@ from pydantic_core import PydanticCustomError
 
 from ...config.settings import ConfigSource, load_settings
 from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig, MemoryBudget
-from ...costs.cards import Card, card
+from ...costs.cards import DEFAULT_CARD, Card, card
 from ...costs.records import GIB
 from ...families.registry import FamilyRegistry
 from ...messages.errors import WorkloadError
 from ...schedules.conditions import config_conditions
 from ..workload.parse import Overrides, ParsedWorkload, parse_workload
 from ..workload.workload import Workload
-from .estimate import MARGIN, usable
+from .usable import MARGIN, in_bytes, usable
 
 if TYPE_CHECKING:
     from .search import Found
@@ -25,9 +25,6 @@ LARGE = 0.15  # a share of the peak for which it is worth saying what would cut 
 
 
 FASTER = 0.98  # another step is worth mentioning when it takes this share of the time, or less
-
-
-DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
 
 
 @dataclass(frozen=True)
@@ -173,8 +170,9 @@ def memory(text: str, on: Card | None = None) -> int:
         raise WorkloadError(f"the budget {error.message()}") from None
     if budget is None:
         raise WorkloadError(f'the budget is "{text}"; write an amount of memory, as 24GiB')
-    if budget.of_device and on is None:
+    found = in_bytes(budget, on)
+    if found is None:
         raise WorkloadError(
             f"the budget is {budget} and no card is named; name one, or write an amount, as 24GiB"
         )
-    return budget.in_bytes(int(on.memory * GIB) if on else 0)
+    return found
