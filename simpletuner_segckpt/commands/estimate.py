@@ -45,7 +45,7 @@ def print_text(found: Estimates) -> None:
         table.add_row(*_cells(row, found))
     console.print(table)
     for row in found.rows:
-        for path, plan in row.estimate.drawn.items():
+        for path, plan in row.estimate.plan.items():
             console.print(f"{row.estimate.mode}: {path}: {plan}", soft_wrap=True)
     for line in remarks(found):
         console.print(f"note: {printable(line)}", soft_wrap=True)
@@ -114,8 +114,8 @@ def print_json(found: Estimates) -> None:
                 }
             if row.traced:
                 entry["traced"] = row.traced
-            if row.estimate.drawn:
-                entry["plan"] = row.estimate.drawn
+            if row.estimate.plan:
+                entry["plan"] = row.estimate.plan
         modes.append(entry)
     document = {
         "workload": describe(found.read),

@@ -13,8 +13,8 @@ from ...schedules.problems import problems
 from ...schedules.report import UNITS, Report, make_report
 from ..profile.records import Profile
 from .peak import Composed, compose, spans_of
-from .usable import MARGIN, in_bytes, usable
-from .within import within
+from .usable import in_bytes, margin_beside, usable
+from .within import drawn, within
 
 OWN = "config"  # the name of the mode that a config itself asks for
 
@@ -69,6 +69,12 @@ def planned(profile: Profile, family: Family, settings: Settings) -> Report:
     return replace(report, stacks=tuple(stacks))
 
 
+def refused(settings: Settings, family: Family, report: Report) -> str:
+    """Why ``apply`` would not install a report; empty where it would."""
+    found = problems(settings, family, family.title, report)
+    return next((finding.message for finding in found if finding.severity == "error"), "")
+
+
 @dataclass(frozen=True)
 class ModePrediction:
     """A mode that was composed, or why it cannot be carried out."""
@@ -81,11 +87,11 @@ class ModePrediction:
     remark: str = ""
 
     @property
-    def drawn(self) -> dict[str, str]:
+    def plan(self) -> dict[str, str]:
         """By the path of a stack, the plan for each block of it, where a budget makes that."""
         if self.step is None or self.report.budget is None:
             return {}
-        return {stack.path: stack.schedule.marked() for stack in self.report.stacks}
+        return drawn(self.report)
 
 
 def predict_mode(
@@ -102,9 +108,8 @@ def predict_mode(
     """
     changed = settings_with(settings, keys)
     report = planned(profile, family, changed)
-    for finding in problems(changed, family, family.title, report):
-        if finding.severity == "error":
-            return ModePrediction(mode, keys, report, None, finding.message)
+    if reason := refused(changed, family, report):
+        return ModePrediction(mode, keys, report, None, reason)
     if report.budget is None:
         step = compose(profile, spans_of(profile, report.stacks))
         return ModePrediction(mode, keys, report, step)
@@ -112,7 +117,7 @@ def predict_mode(
     if total is None:
         said = f"the budget is {report.budget} of a device, and none is named"
         return ModePrediction(mode, keys, report, None, said)
-    reach = usable(total, 0 if report.budget.leaves_margin else MARGIN)
+    reach = usable(total, margin_beside(report.budget))
     found = within(profile, report, reach, on or card(DEFAULT_CARD))
     remark = "" if found.fits else NOTHING_FITS.format(report.budget, reach / GIB)
     return ModePrediction(mode, keys, found.report, found.step, remark=remark)

@@ -15,6 +15,11 @@ def usable(budget: float, margin: float = MARGIN) -> float:
     return budget * (1 - margin) - CONTEXT
 
 
+def margin_beside(budget: MemoryBudget, margin: float = MARGIN) -> float:
+    """The margin to take of a budget that may leave one itself."""
+    return 0.0 if budget.leaves_margin else margin
+
+
 def in_bytes(budget: MemoryBudget, on: Card | None) -> int | None:
     """Bytes of a budget on a card; None where it depends on the card and none is named."""
     if budget.of_device and on is None:

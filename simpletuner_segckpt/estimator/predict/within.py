@@ -21,6 +21,9 @@ from ..profile.records import Profile
 from ..profile.walk import ValueUses
 from .peak import Composed, Composer, spans_of, time_of
 
+MARKS = "recomputed in brackets; kept there: a attention, c cross-attention, f ffn"
+
+
 ROUNDS = 8  # of choosing again with less
 
 
@@ -84,6 +87,11 @@ def _shares_of_host(profile: Profile, card: Card) -> tuple[float, ...]:
         recomputed += time_for(run.forward, run.backward, again, 0, card)
     waiting = {plain.launch_bound, recomputed.launch_bound}
     return (0.0, 0.5, 1.0) if len(waiting) > 1 else (float(waiting.pop()),)
+
+
+def drawn(report: Report) -> dict[str, str]:
+    """By the path of a stack, how each of its blocks runs; see ``Schedule.marked``."""
+    return {stack.path: stack.schedule.marked() for stack in report.stacks}
 
 
 def counts(schedules: Sequence[Schedule]) -> str:
