@@ -81,6 +81,11 @@ class MemoryBudget:
         """Whether it depends on the memory of the device."""
         return self.unit in (SHARE, AUTO)
 
+    @property
+    def leaves_margin(self) -> bool:
+        """Whether some of the device stays free of it."""
+        return self.unit == AUTO
+
     def in_bytes(self, total: int) -> int:
         """Bytes of it, on a device of ``total`` bytes."""
         if self.unit == AUTO:

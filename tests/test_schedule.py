@@ -28,6 +28,14 @@ def test_pictures(interval, stride, picture):
     assert str(make_schedule(9, interval, stride)) == picture
 
 
+def test_what_is_kept_is_marked():
+    kept = (("attention",), ("attention", "ffn"), ("cross-attention",), (), ("ffn",), ("ffn",))
+    made = Schedule(6, (range(1), range(1, 2), range(3, 4), range(4, 6)), kept)
+    assert made.marked() == "[0a] [1af] 2 [3] [4f 5f]"
+    assert str(made) == "[0] [1] 2 [3] [4 5]"
+    assert make_schedule(3, 1, 2).marked() == "[0] 1 [2]"
+
+
 @given(blocks, intervals, st.none() | st.integers(0, 12))
 def test_meaning(n, interval, extra):
     made = schedule(n, interval, extra)

@@ -40,7 +40,7 @@ def predict(
     try:
         measured = profile(trial.work)
         for mode, keys in modes.items():
-            made = predict_mode(measured, trial.family, settings, mode, keys)
+            made = predict_mode(measured, trial.family, settings, mode, keys, card)
             if made.step is None:
                 impossible[mode] = made.impossible
                 continue

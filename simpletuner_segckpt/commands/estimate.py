@@ -11,8 +11,9 @@ from typing import Any
 
 from ..costs.cards import card
 from ..costs.records import GIB
-from ..estimator.predict.estimate import Estimates, ModeRow, estimate_config, usable
+from ..estimator.predict.estimate import Estimates, ModeRow, estimate_config
 from ..estimator.predict.modes import MODES, OWN
+from ..estimator.predict.usable import usable
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
@@ -43,6 +44,9 @@ def print_text(found: Estimates) -> None:
     for row in found.rows:
         table.add_row(*_cells(row, found))
     console.print(table)
+    for row in found.rows:
+        for path, plan in row.estimate.plan.items():
+            console.print(f"{row.estimate.mode}: {path}: {plan}", soft_wrap=True)
     for line in remarks(found):
         console.print(f"note: {printable(line)}", soft_wrap=True)
 
@@ -71,6 +75,7 @@ def remarks(found: Estimates) -> list[str]:
         for row in found.rows
         if row.estimate.impossible
     ]
+    lines += [f"{r.estimate.mode}: {r.estimate.remark}" for r in found.rows if r.estimate.remark]
     lines += [f"{c}" for row in found.rows[:1] for c in row.estimate.report.conditions]
     if found.card:
         bound = [row.estimate.mode for row in found.rows if row.time and row.time.launch_bound]
@@ -109,6 +114,8 @@ def print_json(found: Estimates) -> None:
                 }
             if row.traced:
                 entry["traced"] = row.traced
+            if row.estimate.plan:
+                entry["plan"] = row.estimate.plan
         modes.append(entry)
     document = {
         "workload": describe(found.read),

@@ -14,27 +14,28 @@ from ..config.edit import write_keys
 from ..config_schema import OWN_KEYS
 from ..costs.cards import card, cards
 from ..costs.records import GIB
-from ..estimator.predict.estimate import MARGIN
+from ..estimator.predict.mix import plan_buckets
 from ..estimator.predict.peak import time_of
-from ..estimator.predict.plan import BudgetPlan, advice, keys_to_write, plan_config
+from ..estimator.predict.plan import BudgetPlan, PlanOfBlocks, advice, keys_to_write, plan_config
+from ..estimator.predict.usable import MARGIN
+from ..estimator.predict.within import MARKS, drawn
 from ..estimator.workload.parse import describe
 from ..families.registry import FamilyRegistry
 from ..messages.errors import ConfigError, FamilyError, UnknownFamily, WorkloadError
 from ..messages.findings import printable
+from .mix import print_mix, print_mix_json
 from .output import command, refuse
-from .printing import print_findings
+from .printing import print_findings, room_line
 from .workload_options import add_workload_options, overrides_of
 
 if TYPE_CHECKING:
+    from ..estimator.predict.peak import Composed
     from ..estimator.predict.search import Found
 
 
 def print_text(plan: BudgetPlan) -> None:
     print(describe(plan.read))
-    print(
-        f"budget {plan.budget / GIB:.2f} GiB, of which the peak may reach {plan.usable / GIB:.2f} "
-        "(the rest is margin and CUDA context)"
-    )
+    print(room_line(plan.budget, plan.usable))
     if plan.found:
         print(_line("fastest that fits", plan.found, plan.none))
         print(json.dumps(dict(plan.found.keys), indent=4))
@@ -42,10 +43,17 @@ def print_text(plan: BudgetPlan) -> None:
             print(_line("faster, with more memory", plan.next, plan.none))
             print(f"  {json.dumps(dict(plan.next.keys))}")
         else:
-            print("nothing that the keys can say is faster")
+            print("nothing that a schedule can say is faster")
+        if plan.within:
+            saved = 1 - plan.within.seconds / plan.found.seconds
+            print(f"a plan for each block takes {100 * saved:.1f}% less time; the way to have it:")
+            _print_plan(plan.within, plan.none)
     elif plan.least:
         print(f"nothing fits; {_line('the least that the keys can reach', plan.least, plan.none)}")
         print(f"  {json.dumps(dict(plan.least.keys))}")
+        if plan.within:
+            print("but a plan for each block fits; the way to have it:")
+            _print_plan(plan.within, plan.none)
         for line in advice(plan):
             print(f"  {line}")
     for condition in plan.conditions:
@@ -62,16 +70,27 @@ def print_text(plan: BudgetPlan) -> None:
         )
 
 
+def _print_plan(plan: PlanOfBlocks, none: float) -> None:
+    print(json.dumps(dict(plan.keys), indent=4))
+    print(f"  {_figures(plan.found.step, plan.seconds, none)}")
+    for path, blocks in drawn(plan.found.report).items():
+        print(f"  {path}: {blocks}")
+    print(f"  {MARKS}")
+
+
 def _line(what: str, found: "Found", none: float) -> str:
-    step = found.step
+    return f"{what}: {_figures(found.step, found.seconds, none)}"
+
+
+def _figures(step: "Composed", seconds: float, none: float) -> str:
     return (
-        f"{what}: peak {step.peak / GIB:.2f} GiB, {found.seconds / none:.2f} times the step "
-        f"without recompute, {100 * step.recomputed_share:.0f}% of the forward recomputed"
+        f"peak {step.peak / GIB:.2f} GiB, {seconds / none:.2f} times the step without recompute, "
+        f"{100 * step.recomputed_share:.0f}% of the forward recomputed"
     )
 
 
 def print_json(plan: BudgetPlan) -> None:
-    """Bytes and seconds; ``found``, ``next`` and ``least`` are null where there is none."""
+    """Bytes and seconds; null stands for what there is none of."""
 
     def entry(found: "Found | None") -> Any:
         if found is None:
@@ -83,6 +102,16 @@ def print_json(plan: BudgetPlan) -> None:
             "against_none": found.seconds / plan.none,
         }
 
+    within: dict[str, Any] | None = None
+    if plan.within:
+        within = {
+            "keys": dict(plan.within.keys),
+            "peak": plan.within.found.step.peak,
+            "seconds": plan.within.seconds,
+            "against_none": plan.within.seconds / plan.none,
+            "recomputed_share": plan.within.found.step.recomputed_share,
+            "plan": drawn(plan.within.found.report),
+        }
     document = {
         "workload": describe(plan.read),
         "card": plan.card.title,
@@ -91,6 +120,7 @@ def print_json(plan: BudgetPlan) -> None:
         "found": entry(plan.found),
         "next": entry(plan.next),
         "least": entry(plan.least),
+        "within": within,
         "advice": advice(plan) if plan.least else [],
         "assumed": plan.read.assumed,
         "not_modelled": plan.read.ignored,
@@ -124,6 +154,11 @@ def parser() -> argparse.ArgumentParser:
         help="of the budget to leave free, beside half a GiB for the CUDA context (default 5)",
     )
     made.add_argument(
+        "--buckets",
+        action="store_true",
+        help="what every bucket of the config's data sets would get within the budget",
+    )
+    made.add_argument(
         "--write",
         action="store_true",
         help="put the keys into the config file; the rest of it stays as it is, byte for byte",
@@ -141,14 +176,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise WorkloadError(f"pass --budget, as 24GiB, or --gpu, one of {', '.join(cards())}")
         if options.write and options.config == "-":
             raise WorkloadError("--write needs a file, not standard input")
-        plan = plan_config(
-            options.config,
-            on.memory * GIB if on and options.budget is None else options.budget,
-            on=on,
-            margin=options.margin,
-            registry=FamilyRegistry.default(options.families),
-            overrides=overrides_of(options),
-        )
+        if options.write and options.buckets:
+            raise WorkloadError("--write is for the keys of one workload; leave out --buckets")
+        budget = on.memory * GIB if on and options.budget is None else options.budget
+        asked: dict[str, Any] = {
+            "on": on,
+            "margin": options.margin,
+            "registry": FamilyRegistry.default(options.families),
+            "overrides": overrides_of(options),
+        }
+        if options.buckets:
+            mix = plan_buckets(options.config, budget, **asked)
+            (print_mix_json if options.output_format == "json" else print_mix)(mix)
+            return 0 if all(mix.plans) else 1
+        plan = plan_config(options.config, budget, **asked)
         backup = None
         if options.write and plan.found:
             backup = write_keys(options.config, keys_to_write(plan.found.keys, plan.enabled))

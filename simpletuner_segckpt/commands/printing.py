@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..costs.records import GIB
 from ..messages.errors import ConfigError
 from ..messages.findings import printable
 from ..schedules.checked_file import Checked
@@ -37,6 +38,14 @@ def print_text(checked: Sequence[Checked]) -> None:
         console.print(f"{_count(errors, 'error')}, {_count(warnings, 'warning')}")
     else:
         console.print("All keys are right.")
+
+
+def room_line(budget: float, usable: float) -> str:
+    """A budget in bytes, and what of it a peak may reach."""
+    return (
+        f"budget {budget / GIB:.2f} GiB, of which the peak may reach {usable / GIB:.2f} "
+        "(the rest is margin and CUDA context)"
+    )
 
 
 def _count(number: int, thing: str) -> str:

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..messages.errors import WorkloadError
 
-# Where only shares of time are compared, and no card is named.
-DEFAULT_CARD = "rtx4090"
+DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
 
 
 class Card(BaseModel):

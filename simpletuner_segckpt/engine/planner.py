@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from ..config_schema import CheckpointingConfig
 from ..messages.log import Messages
-from ..model.compiled import NO_SEGMENTS, NOT_SHOWN, SEGMENTS_IN_GRAPHS
+from ..model.compiled import NO_BUDGET, NO_SEGMENTS, NOT_SHOWN, SEGMENTS_IN_GRAPHS
 from ..model.foreign_hooks import (
     hook_boundaries,
     hook_everywhere,
@@ -213,6 +213,9 @@ class ForwardPlanner:
         self, planned: StackReport, blocks: Sequence[Module], given: tuple[Any, ...] | None
     ) -> TracedStack:
         alone = TracedStack.of(planned.path, planned.schedule)
+        if self.budgeted is not None:
+            self.lost_in_graph[planned.path] = NO_BUDGET
+            return alone
         if planned.strategy != "segmented" or not _has_segments(planned.schedule):
             return alone
         schedule, carried, why = self._known_of(planned, blocks, given)

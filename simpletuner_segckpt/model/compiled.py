@@ -49,6 +49,11 @@ NO_SEGMENTS = (
     "inductor before torch 2.14"
 )
 
+NO_BUDGET = (
+    "every block recomputed, since a graph has one plan and a memory budget asks for one for each "
+    "shape of call; compile the blocks instead (regional compilation)"
+)
+
 NOT_SHOWN = (
     "block by block, since no family file and no eager forward of this shape of call has shown "
     "what its blocks carry"

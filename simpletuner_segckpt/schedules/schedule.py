@@ -6,7 +6,7 @@ Pure arithmetic: no torch, no I/O. ``interval`` is the number of blocks in a seg
 *gap*: they run normally and their activations stay in memory.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 Kept = tuple[str, ...]  # words of ``gradient_checkpointing_keep``, in their order there
@@ -72,23 +72,29 @@ class Schedule:
                     start = block + 1
         return replace(self, segments=tuple(pieces))
 
-    def marked(self) -> str:
-        """The same as ``str``, and what each recomputed block keeps: ``[0] [1a] [2af] 3``.
-
-        Of attention ``a``, of cross-attention ``c``, of feed-forwards ``f``.
-        """
-        return self._drawn(lambda block: "".join(kind[0] for kind in self.kept_by(block)))
-
     def __str__(self) -> str:
         """Segments in brackets, gap blocks bare: ``[0 1] 2 3 [4 5] 6 7 [8]``."""
-        return self._drawn(lambda block: "")
+        return self._drawn([""] * self.blocks)
 
-    def _drawn(self, marks: Callable[[int], str]) -> str:
+    def marked(self) -> str:
+        """The same with a letter for each operator that a recomputed block keeps.
+
+        ``[0] [1a] [2af] 3``: a for attention, c for cross-attention, f for ffn.
+        """
+        return self._drawn([self.mark(block) for block in range(self.blocks)])
+
+    def mark(self, block: int) -> str:
+        """The letters of what ``block`` keeps where it is recomputed; none where it is not."""
+        if not any(block in segment for segment in self.segments):
+            return ""
+        return "".join(kind[0] for kind in self.kept_by(block))
+
+    def _drawn(self, marks: Sequence[str]) -> str:
         starts = {segment.start for segment in self.segments}
         ends = {segment[-1] for segment in self.segments}
         return " ".join(
-            f"{'[' * (block in starts)}{block}{marks(block)}{']' * (block in ends)}"
-            for block in range(self.blocks)
+            f"{'[' if block in starts else ''}{block}{mark}{']' if block in ends else ''}"
+            for block, mark in enumerate(marks)
         )
 
 

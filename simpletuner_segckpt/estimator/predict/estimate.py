@@ -6,18 +6,12 @@ from typing import Any
 
 from ...config.settings import ConfigSource, load_settings
 from ...costs.cards import Card
-from ...costs.records import GIB
 from ...costs.step_time import Time
 from ...families.registry import FamilyRegistry
 from ..profile.records import Profile
 from ..workload.parse import Overrides, ParsedWorkload, parse_workload
 from .modes import MODES, OWN, ModePrediction, keys_of, predict_mode
 from .peak import time_of
-
-CONTEXT = 0.5 * GIB  # bytes that a CUDA context and its libraries take of the card
-
-
-MARGIN = 0.05  # of the card: twice the estimator's median error, see docs/estimator.md
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ def estimate_config(
     none = time_of(plain, on) if on and plain else None
 
     def row(name: str, keys: Mapping[str, Any]) -> ModeRow:
-        made = predict_mode(found.profile, family, settings, name, keys)
+        made = predict_mode(found.profile, family, settings, name, keys, on)
         if made.step is None:
             return ModeRow(made)
         time = time_of(made.step, on) if on else None
@@ -95,8 +89,3 @@ def _traced(read: ParsedWorkload, keys: Mapping[str, Any]) -> int:
     from ..profile.trace import trace
 
     return trace(read.workload, keys)
-
-
-def usable(budget: float, margin: float = MARGIN) -> float:
-    """What of a card's memory the peak may reach, in bytes: without margin and CUDA context."""
-    return budget * (1 - margin) - CONTEXT

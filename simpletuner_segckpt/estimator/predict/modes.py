@@ -6,11 +6,15 @@ from typing import Any
 
 from ...config.settings import Settings
 from ...config_schema import PREFIX, CheckpointingConfig
+from ...costs.cards import DEFAULT_CARD, Card, card
+from ...costs.records import GIB
 from ...families.schema import Family
 from ...schedules.problems import problems
 from ...schedules.report import UNITS, Report, make_report
 from ..profile.records import Profile
 from .peak import Composed, compose, spans_of
+from .usable import in_bytes, margin_beside, usable
+from .within import drawn, within
 
 OWN = "config"  # the name of the mode that a config itself asks for
 
@@ -34,6 +38,11 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "unsloth-ffn": {"backend": "unsloth-ffn"},
     "seg2-stride4+offload": {"interval": 2, "segment_stride": 4, "offload_attention": True},
 }
+
+
+NOTHING_FITS = (
+    "nothing fits within {}, of which the peak may reach {:.2f} GiB: every block is recomputed"
+)
 
 
 def keys_of(mode: str) -> dict[str, Any]:
@@ -60,6 +69,12 @@ def planned(profile: Profile, family: Family, settings: Settings) -> Report:
     return replace(report, stacks=tuple(stacks))
 
 
+def refused(settings: Settings, family: Family, report: Report) -> str:
+    """Why ``apply`` would not install a report; empty where it would."""
+    found = problems(settings, family, family.title, report)
+    return next((finding.message for finding in found if finding.severity == "error"), "")
+
+
 @dataclass(frozen=True)
 class ModePrediction:
     """A mode that was composed, or why it cannot be carried out."""
@@ -69,15 +84,40 @@ class ModePrediction:
     report: Report
     step: Composed | None
     impossible: str = ""
+    remark: str = ""
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """By the path of a stack, the plan for each block of it, where a budget makes that."""
+        if self.step is None or self.report.budget is None:
+            return {}
+        return drawn(self.report)
 
 
 def predict_mode(
-    profile: Profile, family: Family, settings: Settings, mode: str, keys: Mapping[str, Any]
+    profile: Profile,
+    family: Family,
+    settings: Settings,
+    mode: str,
+    keys: Mapping[str, Any],
+    on: Card | None = None,
 ) -> ModePrediction:
-    """One mode on a measured model, under the conditions that the trainer's config brings."""
+    """One mode on a measured model, under the conditions that the trainer's config brings.
+
+    on: the card that a budget is of, and on which its plan is the fastest.
+    """
     changed = settings_with(settings, keys)
     report = planned(profile, family, changed)
-    for finding in problems(changed, family, family.title, report):
-        if finding.severity == "error":
-            return ModePrediction(mode, keys, report, None, finding.message)
-    return ModePrediction(mode, keys, report, compose(profile, spans_of(profile, report.stacks)))
+    if reason := refused(changed, family, report):
+        return ModePrediction(mode, keys, report, None, reason)
+    if report.budget is None:
+        step = compose(profile, spans_of(profile, report.stacks))
+        return ModePrediction(mode, keys, report, step)
+    total = in_bytes(report.budget, on)
+    if total is None:
+        said = f"the budget is {report.budget} of a device, and none is named"
+        return ModePrediction(mode, keys, report, None, said)
+    reach = usable(total, margin_beside(report.budget))
+    found = within(profile, report, reach, on or card(DEFAULT_CARD))
+    remark = "" if found.fits else NOTHING_FITS.format(report.budget, reach / GIB)
+    return ModePrediction(mode, keys, found.report, found.step, remark=remark)

@@ -6,19 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import PydanticCustomError
 
-from ...config.settings import ConfigSource, load_settings
+from ...config.settings import ConfigSource, Settings, load_settings
 from ...config_schema import CHECKPOINTING_KEYS, PREFIX, CheckpointingConfig, MemoryBudget
-from ...costs.cards import Card, card
+from ...costs.cards import DEFAULT_CARD, Card, card
 from ...costs.records import GIB
 from ...families.registry import FamilyRegistry
+from ...families.schema import Family
 from ...messages.errors import WorkloadError
 from ...schedules.conditions import config_conditions
+from ..profile.records import Profile
 from ..workload.parse import Overrides, ParsedWorkload, parse_workload
 from ..workload.workload import Workload
-from .estimate import MARGIN, usable
+from .peak import time_of
+from .usable import MARGIN, in_bytes, margin_beside, usable
 
 if TYPE_CHECKING:
     from .search import Found
+    from .within import Within
 
 
 LARGE = 0.15  # a share of the peak for which it is worth saying what would cut it
@@ -27,7 +31,40 @@ LARGE = 0.15  # a share of the peak for which it is worth saying what would cut 
 FASTER = 0.98  # another step is worth mentioning when it takes this share of the time, or less
 
 
-DEFAULT_CARD = "h100"  # whose ratio of FLOPs to bandwidth orders the steps when none is named
+@dataclass(frozen=True)
+class Room:
+    """A budget, of which a predicted peak may ``reach`` so many bytes.
+
+    key: how ``gradient_checkpointing_budget`` says it.
+    """
+
+    budget: float
+    reach: float
+    key: str
+
+    @classmethod
+    def of(cls, asked: float | str, on: Card | None, margin: float) -> "Room":
+        """asked: bytes, or text. Raises ``WorkloadError``, also where nothing is left of it."""
+        if isinstance(asked, str):
+            budget, key = memory(asked, on)
+            reach = usable(budget, margin_beside(key, margin))
+        else:
+            budget, key = int(asked), MemoryBudget(round(asked / GIB, 3), "GiB")
+            reach = usable(budget, margin)
+        if reach <= 0:
+            raise WorkloadError(
+                f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
+            )
+        return cls(budget, reach, str(key))
+
+
+@dataclass(frozen=True)
+class PlanOfBlocks:
+    """A plan that no keys but the budget can say. keys: those. seconds: of a step."""
+
+    keys: Mapping[str, Any]
+    seconds: float
+    found: "Within"
 
 
 @dataclass(frozen=True)
@@ -37,7 +74,8 @@ class BudgetPlan:
     conditions: why blocks run one by one. enabled: whether the config has checkpointing on.
     budget: of the card. usable: what of it the peak may reach. found: the fastest that fits.
     next: of what is faster, the one with the least peak. least: the least peak of all, given when
-    nothing fits. none: seconds of a step that recomputes nothing.
+    nothing fits. none: seconds of a step that recomputes nothing. within: a plan for each block
+    that takes ``FASTER`` of the time of ``found`` or less.
     """
 
     read: ParsedWorkload
@@ -50,6 +88,7 @@ class BudgetPlan:
     found: "Found | None"
     next: "Found | None" = None
     least: "Found | None" = None
+    within: "PlanOfBlocks | None" = None
 
 
 def plan_config(
@@ -68,41 +107,81 @@ def plan_config(
     stack, strides, ``keep_last``, operators to keep, backends and offloading. Raises
     ``ConfigError``, ``UnknownFamily``, ``FamilyError``, ``WorkloadError``.
     """
-    from ..profile.profile import profile
     from .search import Search
 
+    settings, conditions = to_plan(config)
+    room = Room.of(budget, on, margin)
+    known = FamilyRegistry.default() if registry is None else registry
+    read = parse_workload(settings, known, overrides)
+    chosen = on or card(DEFAULT_CARD)
+    measured = profiled(read.workload)
+    search = Search(measured, read.workload.family, settings, chosen)
+    none = next(c.seconds for c in search.candidates if c.keys == {PREFIX: False})
+    found = search.fastest(room.reach)
+    best = plan_of_blocks(measured, read.workload.family, settings, room, chosen)
+    if best and found and best.seconds > found.seconds * FASTER:
+        best = None
+    return BudgetPlan(
+        read=read,
+        conditions=conditions,
+        enabled=settings.checkpointing.enabled,
+        card=chosen,
+        budget=room.budget,
+        usable=room.reach,
+        none=none,
+        found=found,
+        next=search.smallest(faster_than=found.seconds * FASTER) if found else None,
+        least=None if found else search.smallest(),
+        within=best,
+    )
+
+
+def to_plan(config: ConfigSource) -> tuple[Settings, tuple[str, ...]]:
+    """The settings of a config, and why blocks run one by one there.
+
+    Raises ``ConfigError``, and ``WorkloadError`` where nothing is recomputed anyway.
+    """
     settings = load_settings(config)
     conditions = config_conditions(settings.trainer)
     for condition in conditions:
         if condition.off:
             raise WorkloadError(f"there is nothing to plan, since {condition}")
-    budget = memory(budget, on) if isinstance(budget, str) else budget
-    reach = usable(budget, margin)
-    if reach <= 0:
-        raise WorkloadError(
-            f"of {budget / GIB:.2f} GiB nothing is left after the margin and the CUDA context"
-        )
-    known = FamilyRegistry.default() if registry is None else registry
-    read = parse_workload(settings, known, overrides)
-    chosen = on or card(DEFAULT_CARD)
-    measured = profile(read.workload)
+    return settings, tuple(map(str, conditions))
+
+
+def profiled(work: Workload) -> Profile:
+    """A model that is measured. Raises ``WorkloadError``, also where it has no blocks."""
+    from ..profile.profile import profile
+
+    measured = profile(work)
     if not measured.blocks:
-        raise WorkloadError(f"{read.workload.family.title} has no blocks that could be scheduled")
-    search = Search(measured, read.workload.family, settings, chosen)
-    none = next(c.seconds for c in search.candidates if c.keys == {PREFIX: False})
-    found = search.fastest(reach)
-    return BudgetPlan(
-        read=read,
-        conditions=tuple(map(str, conditions)),
-        enabled=settings.checkpointing.enabled,
-        card=chosen,
-        budget=budget,
-        usable=reach,
-        none=none,
-        found=found,
-        next=search.smallest(faster_than=found.seconds * FASTER) if found else None,
-        least=None if found else search.smallest(),
-    )
+        raise WorkloadError(f"{work.family.title} has no blocks that could be scheduled")
+    return measured
+
+
+def plan_of_blocks(
+    profile: Profile,
+    family: Family,
+    settings: Settings,
+    room: Room,
+    on: Card,
+) -> PlanOfBlocks | None:
+    """The fastest plan for each block within a budget, None where nothing fits."""
+    from .modes import planned, refused, settings_with
+    from .within import within
+
+    best: PlanOfBlocks | None = None
+    for backend in ({}, {f"{PREFIX}_backend": "unsloth"}):
+        keys = {f"{PREFIX}_budget": room.key, **backend}
+        asked = settings_with(settings, keys)
+        report = planned(profile, family, asked)
+        if report.budget is None or refused(asked, family, report):
+            continue
+        found = within(profile, report, room.reach, on)
+        made = PlanOfBlocks(keys, time_of(found.step, on).total, found)
+        if found.fits and (best is None or made.seconds < best.seconds):
+            best = made
+    return best
 
 
 def keys_to_write(keys: Mapping[str, Any], enabled: bool = True) -> dict[str, Any]:
@@ -162,7 +241,7 @@ def _lever(part: str, work: Workload) -> str:
     return "; ".join(levers) or "the trainer's config has nothing more to offer"
 
 
-def memory(text: str, on: Card | None = None) -> int:
+def memory(text: str, on: Card | None = None) -> tuple[int, MemoryBudget]:
     """Bytes of what ``gradient_checkpointing_budget`` would say, of the card ``on`` where of one.
 
     Raises ``WorkloadError``.
@@ -173,8 +252,9 @@ def memory(text: str, on: Card | None = None) -> int:
         raise WorkloadError(f"the budget {error.message()}") from None
     if budget is None:
         raise WorkloadError(f'the budget is "{text}"; write an amount of memory, as 24GiB')
-    if budget.of_device and on is None:
+    found = in_bytes(budget, on)
+    if found is None:
         raise WorkloadError(
             f"the budget is {budget} and no card is named; name one, or write an amount, as 24GiB"
         )
-    return budget.in_bytes(int(on.memory * GIB) if on else 0)
+    return found, budget

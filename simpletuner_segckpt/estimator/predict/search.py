@@ -20,12 +20,11 @@ from ...costs.records import Work
 from ...costs.step_time import Time, time_for
 from ...costs.treatments import CROSS, FFN, INPUTS, KEPT, OFFLOAD, PLAIN, keeping
 from ...families.schema import Family
-from ...schedules.problems import problems
 from ...schedules.report import make_report
 from ...schedules.schedule import make_schedules
 from ..profile.records import Profile
 from ..profile.walk import PlannedSpan
-from .modes import planned, settings_with
+from .modes import planned, refused, settings_with
 from .peak import Composed, Composer, spans_of, time_of
 
 WIDEST = 8  # blocks in a segment; beyond it only the whole stack
@@ -226,8 +225,7 @@ class Search:
                 keys[OFFLOADING] = True
             asked = settings_with(self.settings, keys)
             report = make_report(asked, self.family, self.profile.counts)
-            found = problems(asked, self.family, self.family.title, report)
-            if any(finding.severity == "error" for finding in found):
+            if refused(asked, self.family, report):
                 continue
             moved = OFFLOAD if offload else ""
             alone = FFN + (INPUTS if on_cpu else "") + moved

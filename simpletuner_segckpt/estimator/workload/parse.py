@@ -214,14 +214,14 @@ def _sample(
     training = training_of(family)
     width, height = overrides.width, overrides.height
     frames = overrides.frames or keys.num_frames
-    found = [size for entry in _data_sets(keys, folder, assumed) if (size := _size(entry))]
+    found = [size for entry in data_sets(keys, folder, assumed) if (size := _size(entry))]
     if found and width is None:
         side, frames_there = max(found)
         assumed.append(f"{side}x{side} pixels, the largest in data_backend_config")
         width = height = side
         frames = frames or frames_there
     if width is None and keys.resolution:
-        width = height = _side(keys.resolution, keys.resolution_type)
+        width = height = side_of(keys.resolution, keys.resolution_type)
     if width is None or height is None:
         width, height = training.resolution
         assumed.append(f"{width}x{height} pixels (resolution is not set)")
@@ -238,7 +238,7 @@ def _sample(
     return width, height, frames
 
 
-def _data_sets(keys: TrainingKeys, folder: Path, assumed: list[str]) -> Sequence[Mapping[str, Any]]:
+def data_sets(keys: TrainingKeys, folder: Path, assumed: list[str]) -> Sequence[Mapping[str, Any]]:
     """The data sets that SimpleTuner's ``data_backend_config`` trains on."""
     entries = _json_at("data_backend_config", keys.data_backend_config, folder, assumed)
     if not isinstance(entries, list):
@@ -257,12 +257,14 @@ def _size(entry: Mapping[str, Any]) -> tuple[int, int] | None:
     video = entry.get("video")
     frames = video.get("num_frames", 1) if isinstance(video, dict) else 1
     try:
-        return _side(float(entry["resolution"]), entry.get("resolution_type", "pixel")), int(frames)
+        return side_of(float(entry["resolution"]), entry.get("resolution_type", "pixel")), int(
+            frames
+        )
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _side(resolution: float, kind: str) -> int:
+def side_of(resolution: float, kind: str) -> int:
     """The edge of a square sample in pixels. ``area`` counts in megapixels."""
     side = math.sqrt(resolution * 1024 * 1024) if kind == "area" else resolution
     return max(64, round(side / 64) * 64)
