@@ -349,6 +349,24 @@ def fsdp2_ranks_differ(name: str) -> dict[str, Any]:
     return {"differences": found, "seen": segments(installation), "said": messages}
 
 
+def budget(kind: str) -> dict[str, Any]:
+    """One rank has memory for nothing, the other for everything."""
+    runs = []
+    for scheduled in (False, True):
+        model, inputs = build("flux")
+        wrapped = DistributedDataParallel(model) if kind == "DDP" else model
+        if kind == "FSDP2":
+            shard("flux", model, keys(1), "block", MixedPrecisionPolicy())
+        if scheduled:
+            amount = ("1MiB", "1TiB")[dist.get_rank()]
+            config = {"gradient_checkpointing_budget": amount}
+            installation = simpletuner_segckpt.apply(wrapped, config)
+        runs.append([observed(wrapped, inputs)[0] for _ in range(3)])
+    found = differences(*reversed(runs))
+    told = installation.effect.within
+    return {"differences": found, "seen": segments(installation), "note": told.note}
+
+
 def fsdp2_prefetch(interval: int, forward: int, backward: int) -> dict[str, Any]:
     """A unit for each block, which gathers that many of those after, or before, it ahead.
 
@@ -742,6 +760,8 @@ def cases() -> dict[str, Any]:
     for interval, forward, backward in PREFETCH:
         run = partial(fsdp2_prefetch, interval, forward, backward)
         found[f"fsdp2 prefetch {interval} {forward} {backward}"] = run
+    for kind in ("DDP", "FSDP2"):
+        found[f"budget {kind}"] = partial(budget, kind)
     found["fsdp2 accumulation"] = fsdp2_accumulation
     found["fsdp2 lora"] = fsdp2_lora
     found["fsdp2 broken"] = fsdp2_broken

@@ -158,3 +158,27 @@ def test_a_copy_has_plans_of_its_own():
     trainer.step()
     assert not own.effect.within.learning  # what was measured holds for it too
     assert entry_of(own).forwards.budgeted is not None
+
+
+def test_plans_change_without_compiling_blocks_again():
+    model, inputs = made("wan")
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    inputs = larger(inputs, 4)
+    shares = []
+    for amount in ("1MiB", "1TiB"):
+        installation = apply(model, {"gradient_checkpointing_budget": amount})
+        for _ in range(2):
+            model(**inputs)[0].sum().backward()
+        shares.append(installation.effect.within.share)
+        if len(shares) == 1:
+            torch.compiler.set_stance("fail_on_recompile")
+    torch.compiler.set_stance("default")
+    assert shares == [1, 0]
+
+
+def test_a_model_that_is_compiled_as_a_whole_recomputes_everything(caplog):
+    model, inputs = made("wan")
+    apply(model, {"gradient_checkpointing_budget": "1TiB"})
+    torch.compile(model, backend="eager")(**inputs)[0].sum().backward()
+    [said] = [line for line in warned(caplog.records) if "as a whole" in line]
+    assert "a graph has one plan and a memory budget asks for one for each shape of call" in said

@@ -184,6 +184,18 @@ def test_ranks_may_call_a_sharded_model_in_different_ways(ranks):
     assert records[1]["said"] == []
 
 
+def test_ranks_have_plans_of_their_own_within_a_budget(ranks):
+    """Shards are not run alone, where other ranks would wait: every rank recomputes them."""
+    everything, nothing = per_block("flux"), {path: [] for path in STACKS["flux"]}
+    records = ranks("budget DDP")
+    assert [record["differences"] for record in records] == [[], []]
+    assert [record["seen"] for record in records] == [everything, nothing]
+    records = ranks("budget FSDP2")
+    assert [record["differences"] for record in records] == [[], []]
+    assert [record["seen"] for record in records] == [everything, everything]
+    assert all(record["note"].startswith("sharded blocks are not run alone") for record in records)
+
+
 @pytest.mark.parametrize(("interval", "forward", "backward"), PREFETCH)
 def test_weights_are_gathered_as_the_models_own_checkpointing_does(
     ranks, interval, forward, backward

@@ -90,6 +90,8 @@ class CpuMemory:
 
 def _count(sizes: dict[int, int], tensor: Tensor) -> None:
     try:
-        sizes[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a tensor without memory
         return
+    if storage.device.type == "cpu":  # a compiler's fake tensors have none
+        sizes[memory_of(tensor)] = storage.nbytes()
