@@ -146,6 +146,8 @@ def test_a_budget_in_the_config_is_estimated(tmp_path, config, capsys):
     own, layer = json.loads(capsys.readouterr().out)["modes"]
     assert own["keys"] == {"gradient_checkpointing_budget": "3 GiB"}
     assert own["recomputed_share"] < layer["recomputed_share"]
+    assert estimate.main([*options, "--trace"]) == 0
+    assert "config: a plan within a budget is not traced" in capsys.readouterr().out
     assert estimate.main(options) == 0
     assert f"config: blocks: {own['plan']['blocks']}\n" in capsys.readouterr().out
     assert "plan" not in layer
