@@ -1,8 +1,9 @@
 """What users rely on is what it was: names, parameters, codes, commands, JSON, family files.
 
 ``public_interface.json`` was made before the package got its present folders; since then `--gpu` of
-``compare`` is gone, and the key and the codes of a memory budget came. Whoever changes it changes
-what scripts and configs out there see. To write it anew: ``python tests/test_public_interface.py``.
+``compare`` is gone, and the key and the codes of a memory budget and ``plan --buckets`` came.
+Whoever changes it changes what scripts and configs out there see. To write it anew: ``python
+tests/test_public_interface.py``.
 """
 
 import inspect

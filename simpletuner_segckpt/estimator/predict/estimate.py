@@ -1,7 +1,7 @@
 """Peak memory and step time of every mode of the model that a config trains."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...config.settings import ConfigSource, load_settings
@@ -71,12 +71,13 @@ def estimate_config(
         if made.step is None:
             return ModeRow(made)
         time = time_of(made.step, on) if on else None
-        return ModeRow(
-            made,
-            time,
-            time.total / none.total if time and none else None,
-            _traced(read, keys) if name in traced else None,
-        )
+        against_none = time.total / none.total if time and none else None
+        if name not in traced:
+            return ModeRow(made, time, against_none)
+        if made.plan:  # which no keys can say for one step
+            said = "; ".join(filter(None, (made.remark, "a plan within a budget is not traced")))
+            return ModeRow(replace(made, remark=said), time, against_none)
+        return ModeRow(made, time, against_none, _traced(read, keys))
 
     own = settings.checkpointing.model_dump(by_alias=True, exclude_defaults=True)
     found.rows.append(row(OWN, own))
