@@ -20,5 +20,7 @@ def needed_again(planned: StackReport, blocks: int) -> list[int]:
 
     Within a memory budget that may be any of them.
     """
-    recomputed = () if planned.feed_forward or planned.within_budget else planned.covered
+    if planned.within_budget:
+        return list(range(blocks))
+    recomputed = () if planned.feed_forward else planned.covered
     return [b for b in range(blocks) if b not in recomputed] if planned.covered else []
