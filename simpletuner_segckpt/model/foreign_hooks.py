@@ -112,7 +112,8 @@ def refuse_hooks(planned: StackReport, blocks: Sequence[Module]) -> None:
 
     Whatever diffusers offloads or caches, it does to every block alike, so the first one tells.
     """
-    for module in all_modules(blocks[:1]) if planned.covered else ():
+    recomputes = planned.covered or planned.within_budget
+    for module in all_modules(blocks[:1]) if recomputes else ():
         for name, hook in diffusers_hooks(module).items():
             if is_stateful(hook):
                 raise UnsupportedModel(
