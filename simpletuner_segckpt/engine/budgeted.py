@@ -70,16 +70,14 @@ class _Shape:
 
 
 class Plan:
-    """How the blocks of one forward run. within: what is told of it.
+    """How the blocks of one forward run.
 
-    costs: None where that is being measured. kept: bytes that it keeps for backward.
+    within: what is told of it. choice: None where every block is recomputed, and measured. kept:
+    bytes that it keeps for backward.
     """
 
-    def __init__(
-        self, within: Within, costs: StepCosts | None = None, choice: Choice | None = None
-    ):
+    def __init__(self, within: Within, choice: Choice | None = None):
         self.within = within
-        self.costs = costs
         self.choice = choice
         self.kept = 0
         self.ways: dict[str, dict[int, Way]] = {}
@@ -163,7 +161,7 @@ class Budgeted:
         # Forwards that wait for their backward together share what there is.
         left = max(1, max(self._together) - len(waiting))
         costs, choice = self._choose(shape, module, used, used + free // left)
-        plan = Plan(Within(str(self.asked), str(sizes), self.limit, choice.peak), costs, choice)
+        plan = Plan(Within(str(self.asked), str(sizes), self.limit, choice.peak), choice)
         for place, way in zip(shape.learned.places, choice.ways, strict=True):
             path, block = place
             plan.ways.setdefault(path, {})[block] = way
