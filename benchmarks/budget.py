@@ -22,7 +22,7 @@ from simpletuner_segckpt.estimator.predict.modes import planned
 from simpletuner_segckpt.estimator.predict.peak import Composer, spans_of, time_of
 from simpletuner_segckpt.estimator.predict.plan import Room
 from simpletuner_segckpt.estimator.predict.usable import MARGIN
-from simpletuner_segckpt.estimator.predict.within import MARKS, costs_of, counts, with_ways
+from simpletuner_segckpt.estimator.predict.within import costs_of, counts, with_ways
 from simpletuner_segckpt.estimator.profile.profile import profile
 from simpletuner_segckpt.estimator.profile.walk import PlannedSpan
 from simpletuner_segckpt.estimator.workload.buckets import Bucket
@@ -216,10 +216,10 @@ def mix_lines(budget: float, on: Card) -> Iterator[str]:
     largest = max(zip(mix.buckets, single.found, strict=True), key=lambda pair: pair[1].seconds)
     share = largest[0].share * largest[1].seconds / single.seconds
     yield (
-        f"**{1 - mix.seconds / single.seconds:.1%} less** than the single schedule, `{keys}`; the "
-        f"buckets' own gains are {sum(of_each) / len(of_each):.1%} on average. Recomputing nothing "
-        f"at all would be {1 - bare_of_mix / single.seconds:.1%} less. {share:.0%} of the time is "
-        f"that of the largest bucket."
+        f"**{1 - mix.seconds / single.seconds:.1%} less** than the single schedule, `{keys}`;\n"
+        f"{sum(of_each) / len(of_each):.1%} on average over the buckets. "
+        f"Recomputing nothing at all would be {1 - bare_of_mix / single.seconds:.1%} less.\n"
+        f"{share:.0%} of the time is that of the largest bucket."
     )
 
 
@@ -230,7 +230,7 @@ def main() -> None:
     on = card(CARD)
     print(HEAD.format(card=on.title, budgets=BUDGETS))
     print("\n".join(solver_table(on)))
-    print(MIX_HEAD.format(margin=f"{MARGIN:.0%}", marks=MARKS))
+    print(MIX_HEAD.format(margin=f"{MARGIN:.0%}"))
     for budget in options.budgets:
         print(f"\n### {budget:g} GiB\n")
         print("\n".join(mix_lines(budget, on)))
@@ -262,7 +262,8 @@ MIX_HEAD = """
 
 Wan 1.3B, LoRA of rank 16 in bf16, five buckets with as many steps each. {margin} of the budget and
 half a GiB for the CUDA context stay free. The single schedule is the fastest of all that `segckpt
-plan` searches and that fit every bucket. Of blocks, {marks}. Target: 15% less at 24 GiB."""
+plan` searches and that fit every bucket. Blocks that are recomputed are in brackets, with what they
+keep: `a` attention, `c` cross-attention, `f` feed-forward. Target: 15% less at 24 GiB."""
 
 MIX_END = """
 Why it is not more at 24 GiB: the longest steps are those of the largest bucket, for which a single
