@@ -44,6 +44,10 @@ MODELS = {
 }
 
 
+# Whose blocks are treated as those of the others are: for `make slow`.
+ALIKE = ("sd3", "z_image", "ltxvideo")
+
+
 def reported(found, family, config):
     return planned(found, family, load_settings(config))
 
@@ -52,7 +56,10 @@ def plain_ways(costs):
     return [next(way for way in block.ways if way.treatment == PLAIN) for block in costs.blocks]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=pytest.mark.slow if m in ALIKE else ()) for m in MODELS],
+)
 def test_plans_within_ten_budgets(model):
     name, changes = MODELS[model]
     work = workload(name, None, **changes)
