@@ -146,7 +146,24 @@ def test_keep_on_a_quantised_base(quantise, kept, caplog):
     assert ("quantised" in caplog.text) == (kept == 0)
 
 
-def test_quantised_weights_that_are_streamed(caplog):
+@pytest.mark.parametrize("quantise", QUANTISATIONS.values(), ids=QUANTISATIONS)
+def test_a_budget_on_a_quantised_base(quantise):
+    model, inputs = frozen_wan()
+    quantise(model)
+    add_lora(model)
+    expected = step(model, inputs)
+    shares = []
+    for amount in ("1KiB", "1TiB"):
+        config = {"gradient_checkpointing_budget": amount}
+        installation = simpletuner_segckpt.apply(model, config)
+        for _ in range(2):
+            assert step(model, inputs) == expected
+        shares.append(installation.effect.within.share)
+    assert shares == [1, 0]
+
+
+@pytest.mark.parametrize("config", [keys(2, 4), {"gradient_checkpointing_budget": "1TiB"}])
+def test_quantised_weights_that_are_streamed(config, caplog):
     """They wrap what is copied over that of another block; the wrappers stay."""
     model, inputs = frozen_wan()
     quantize_(model.blocks, Int8WeightOnlyConfig())
@@ -161,7 +178,7 @@ def test_quantised_weights_that_are_streamed(caplog):
 
     for index, block in enumerate(model.blocks):
         block.register_forward_pre_hook(partial(bring, index=index))
-    installation = simpletuner_segckpt.apply(model, keys(2, 4))
+    installation = simpletuner_segckpt.apply(model, config)
     for _ in range(3):
         assert step(model, inputs) == expected
     assert installation.effect["blocks"].segments == tuple(range(b, b + 1) for b in range(5))
