@@ -67,7 +67,7 @@ trainers: .venv/installed $(if $(DIFFUSERS),.venv/trainers)
 # torch first and by itself: it is what the constraints pin to a build for this machine. pip shows its progress.
 .venv/installed: pyproject.toml constraints.txt
 	@echo "Installing torch, diffusers and more into .venv: on a first start one to several minutes, depending on the network."
-	@echo "Later starts skip this. Then, on 2 idle cores, the demo takes about two minutes, the tests five."
+	@echo "Later starts skip this. Then, on 2 idle cores, the demo takes about two minutes, the tests eight."
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) -e ".[dev]"

@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _add(self, storage):
         key = storage._cdata
-        if key not in self._known:
+        if storage.device.type == "cpu" and key not in self._known:  # not of a fake tensor
             self._known.add(key)
             size = storage.nbytes()
             self.level += size
