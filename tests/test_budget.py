@@ -43,7 +43,7 @@ def test_steps_stay_within_the_budget(name, full):
         # What one more plain block keeps is left at most, beside a tenth.
         blocks = sum(stack.blocks for stack in installation.report.stacks)
         assert peaks[-1] > 0.9 * limit - (high - low) / blocks
-        assert peaks[-1] <= told.predicted * 1.01
+        assert peaks[-1] <= told.predicted * 1.02  # a fiftieth is left free for that
         assert all(map(torch.equal, trainer.gradients(), expected))
     remove(trainer.model)
     assert all(map(torch.equal, trainer.gradients(), expected))

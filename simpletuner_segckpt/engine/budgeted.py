@@ -46,7 +46,7 @@ TOLERANCE, STEP_BACK = 1 / 200, 1 / 20
 ASKED_AT_FIRST, ASKED_LATER = 3, 16
 
 # Of the budget: left free for what is not measured, such as gradients that meet between blocks.
-SLACK = 1 / 64
+SLACK = 1 / 50
 
 # Steps that tell how many forwards come before one backward.
 LATEST_STEPS = 4
