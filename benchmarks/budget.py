@@ -110,7 +110,7 @@ def least_seconds(step: StepCosts, budget: float) -> tuple[float, bool]:
     place = np.array([at for at, _ in ways])
     kept = np.array([way.kept for _, way in ways]) / GIB
     rows, most = [], []
-    for at, limits in enumerate(step.limits()):
+    for at, limits in enumerate(step.limits):
         here = place == at
         forward = np.array([way.forward_peak for _, way in ways]) / GIB
         backward = np.array([way.backward_peak for _, way in ways]) / GIB

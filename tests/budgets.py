@@ -168,7 +168,7 @@ def main():
                 print(
                     f"  {budget / 2**20:8.2f} MiB: {peaks[-1] / budget:.3f} used,"
                     f" {told.predicted / peaks[-1]:.3f} predicted, {told.share:.0%} recomputed",
-                    *told.plan.values(),
+                    *told.drawn,
                 )
 
 

@@ -92,25 +92,23 @@ def _figures(step: "Composed", seconds: float, none: float) -> str:
 def print_json(plan: BudgetPlan) -> None:
     """Bytes and seconds; null stands for what there is none of."""
 
-    def entry(found: "Found | None") -> Any:
-        if found is None:
-            return None
+    def figures(found: "Found | PlanOfBlocks", step: "Composed") -> dict[str, Any]:
         return {
             "keys": dict(found.keys),
-            "peak": found.step.peak,
+            "peak": step.peak,
             "seconds": found.seconds,
             "against_none": found.seconds / plan.none,
         }
 
+    def entry(found: "Found | None") -> Any:
+        return figures(found, found.step) if found else None
+
     within: dict[str, Any] | None = None
     if plan.within:
-        within = {
-            "keys": dict(plan.within.keys),
-            "peak": plan.within.found.step.peak,
-            "seconds": plan.within.seconds,
-            "against_none": plan.within.seconds / plan.none,
-            "recomputed_share": plan.within.found.step.recomputed_share,
-            "plan": drawn(plan.within.found.report),
+        made = plan.within.found
+        within = figures(plan.within, made.step) | {
+            "recomputed_share": made.step.recomputed_share,
+            "plan": drawn(made.report),
         }
     document = {
         "workload": describe(plan.read),

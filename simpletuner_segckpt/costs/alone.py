@@ -4,7 +4,7 @@ It is the real block, with its adapters, dtypes and quantized layers, on its dev
 backward, whose gradients go nowhere. Bytes and work are counted operator by operator.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from ..config_schema.keys import KEEP
 from ..private.of_torch import memory_of, pytree
 from ..recompute.submodules import CallWrapper
 from ..schedules.schedule import Kept
 from .ledger import Ledger, tensors_in
 from .records import Run
-from .treatments import COVERED, PLAIN, keeping
+from .treatments import COVERED, KEPT, PLAIN, keeping
 
 
 @dataclass(frozen=True)
@@ -46,34 +45,19 @@ def runs_of(call: BlockCall, covered: Callable[[Kept], CallWrapper], exact: bool
     def recomputed(kinds: Kept) -> Run:
         return _run(call, partial(covered(kinds), call.again()), exact)
 
-    def keep(kinds: Kept) -> bool:
-        run = recomputed(kinds)
-        more = run.own > max(runs[keeping(fewer)].own for fewer in _without_one(kinds))
-        if more:
-            runs[keeping(kinds)] = run
-        return more
-
     runs = {COVERED: recomputed(())}
     try:
-        there = [kind for kind in KEEP if keep((kind,))]
-        for kinds in _choices(there):
-            keep(kinds)
+        for kinds in KEPT[1:]:
+            fewer = [keeping(set(kinds) - {kind}) for kind in kinds]
+            if not runs.keys() >= set(fewer):
+                continue
+            run = recomputed(kinds)
+            if run.own > max(runs[treatment].own for treatment in fewer):
+                runs[keeping(kinds)] = run
         runs[PLAIN] = _run(call, call.plain, exact)
     except torch.OutOfMemoryError:
         pass  # of the larger ones; those that were measured are known
     return runs
-
-
-def _choices(kinds: Sequence[str]) -> Iterator[Kept]:
-    """All choices of two and more."""
-    if len(kinds) == 3:
-        yield from ((kinds[0], kinds[1]), (kinds[0], kinds[2]), (kinds[1], kinds[2]))
-    if len(kinds) > 1:
-        yield tuple(kinds)
-
-
-def _without_one(kinds: Kept) -> list[Kept]:
-    return [tuple(kind for kind in kinds if kind != gone) for gone in kinds]
 
 
 def _run(call: BlockCall, function: Callable[..., Any], exact: bool) -> Run:

@@ -43,7 +43,7 @@ def fastest(step: StepCosts, budget: int) -> Choice:
     reached[0] = 0
     chosen: list[torch.Tensor] = []
     below = 0  # bytes that blocks so far keep at the least
-    for block, limits, fewest in zip(step.blocks, step.limits(), least, strict=True):
+    for block, limits, fewest in zip(step.blocks, step.limits, least, strict=True):
         following = torch.full_like(reached, torch.inf)
         which = torch.zeros(GRID + 1, dtype=torch.uint8)
         for number, way in enumerate(block.ways):
@@ -63,9 +63,16 @@ def fastest(step: StepCosts, budget: int) -> Choice:
         below += fewest
     most = min((budget - step.rest - below - step.head_peak) // unit, GRID)
     ways = _read(step, chosen, reached[: max(0, most + 1)], unit, least)
-    ways = ways if ways and step.elsewhere <= budget else step.all_recomputed
+    if not ways or step.elsewhere > budget:
+        return all_recomputed(step, budget)
     peak = step.peak(ways)
     return Choice(ways, peak <= budget, peak)
+
+
+def all_recomputed(step: StepCosts, budget: int) -> Choice:
+    """Every block recomputed as a whole, whatever the budget."""
+    peak = step.peak(step.all_recomputed)
+    return Choice(step.all_recomputed, peak <= budget, peak)
 
 
 def _grid(step: StepCosts) -> tuple[int, list[int]]:

@@ -6,7 +6,8 @@ of some sums, and the seconds are one. What this leaves out: blocks that share a
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 
@@ -41,7 +42,7 @@ class BlockCosts:
     waiting: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepCosts:
     """A step, its blocks in execution order. Bytes.
 
@@ -55,13 +56,12 @@ class StepCosts:
     head_peak: int = 0
     trained: int = 0
     elsewhere: int = 0
-    _limits: list["Limits"] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def peak(self, ways: Sequence[Way]) -> int:
         """Bytes at the peak of a step in which the blocks run in these ways."""
         kept = [0, *accumulate(way.kept for way in ways)]
         peaks = [self.elsewhere, kept[-1] + self.rest + self.head_peak]
-        for at, (way, limits) in enumerate(zip(ways, self.limits(), strict=True)):
+        for at, (way, limits) in enumerate(zip(ways, self.limits, strict=True)):
             peaks.append(kept[at] + limits.forward + way.forward_peak)
             peaks.append(kept[at + 1] + limits.backward + way.backward_peak)
         return max(peaks)
@@ -81,13 +81,12 @@ class StepCosts:
         """Every block recomputed as a whole."""
         return tuple(block.ways[0] for block in self.blocks)
 
-    def limits(self) -> list["Limits"]:
+    @cached_property
+    def limits(self) -> tuple["Limits", ...]:
         """For each block, what is alive beside what blocks keep when it runs."""
-        if not self._limits:
-            self._limits.extend(self._measured())
-        return self._limits
+        return tuple(self._block_by_block())
 
-    def _measured(self) -> Iterator["Limits"]:
+    def _block_by_block(self) -> Iterator["Limits"]:
         level = self.alive
         gradients = self.trained + sum(block.trained for block in self.blocks)
         for block in self.blocks:

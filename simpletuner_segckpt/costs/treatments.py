@@ -6,12 +6,12 @@ feed-forward only; ``+inputs`` after that means that what enters it waits in CPU
 ``+offload`` after the others means that what attention saves goes to CPU memory.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import combinations
 
 from ..config_schema.keys import KEEP
 from ..schedules.report import StackReport
-from ..schedules.schedule import Kept
+from ..schedules.schedule import Kept, Schedule
 
 PLAIN = "plain"
 
@@ -39,6 +39,14 @@ def keeping(kinds: Collection[str]) -> str:
 def kept_in(treatment: str) -> Kept:
     """The operators whose outputs stay with a treatment."""
     return tuple(treatment.split("+")[1:]) if treatment.startswith(COVERED) else ()
+
+
+def schedule_of(treatments: Sequence[str]) -> Schedule:
+    """The schedule in which the blocks of a stack, each by itself, are treated so."""
+    covered = (b for b, treatment in enumerate(treatments) if treatment.startswith(COVERED))
+    kept = tuple(map(kept_in, treatments))
+    segments = tuple(range(block, block + 1) for block in covered)
+    return Schedule(len(treatments), segments, kept if any(kept) else ())
 
 
 CROSS = keeping(["cross-attention"])

@@ -11,7 +11,7 @@ memory runs out all the same, the shape recomputes everything from then on, and 
 """
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,23 +19,22 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..config_schema.memory import MemoryBudget
-from ..costs.choose import Choice, fastest
+from ..costs.choose import Choice, all_recomputed, fastest
 from ..costs.ledger import tensors_in
-from ..costs.step import StepCosts, Way
-from ..costs.treatments import PLAIN, kept_in
+from ..costs.step import StepCosts
+from ..costs.treatments import COVERED, schedule_of
 from ..messages.log import Messages
 from ..messages.units import readable
 from ..offload.memory import Memory
 from ..private.of_torch import current_backward, when_backward_ends
 from ..schedules.effect import Within
 from ..schedules.schedule import Schedule
+from .call_shapes import MOST_SHAPES
 from .call_sizes import Sizes, share_between
 from .learning import KnownKinds, Learned, interpolated
+from .recent import Recent
 
 KEY = "gradient_checkpointing_budget"
-
-# Shapes that are remembered; the one that was not met for longest is forgotten.
-MOST_SHAPES = 64
 
 # Of the budget: how far what is alive may move before ways are chosen anew; what is left free
 # more each time that memory ran out.
@@ -80,7 +79,7 @@ class Plan:
         self.within = within
         self.choice = choice
         self.kept = 0
-        self.ways: dict[str, dict[int, Way]] = {}
+        self.treatments: dict[str, dict[int, str]] = {}  # by path and block
 
     @property
     def learning(self) -> bool:
@@ -89,12 +88,10 @@ class Plan:
 
     def schedule(self, path: str, blocks: int) -> Schedule:
         """That of the stack at ``path``. What was not measured is recomputed."""
-        ways = self.ways.get(path, {})
-        plain = {block for block, way in ways.items() if way.treatment == PLAIN}
-        made = Schedule.of_all(blocks).without(plain)
-        kept = tuple(kept_in(ways[b].treatment) if b in ways else () for b in range(blocks))
-        made = replace(made, kept=kept if any(kept) else ())
-        self.within.plan[path] = made.marked()
+        chosen = self.treatments.get(path, {})
+        made = schedule_of([chosen.get(block, COVERED) for block in range(blocks)])
+        if blocks:
+            self.within.plan[path] = made
         return made
 
 
@@ -119,7 +116,7 @@ class Budgeted:
         self.kinds = KnownKinds()
         self.margin = 0
         self._over_said = False
-        self._shapes: OrderedDict[Sizes, _Shape] = OrderedDict()
+        self._shapes: Recent[Sizes, _Shape] = Recent(MOST_SHAPES)
         self._forget()
 
     def _forget(self) -> None:
@@ -164,7 +161,7 @@ class Budgeted:
         plan = Plan(Within(str(self.asked), str(sizes), self.limit, choice.peak), choice)
         for place, way in zip(shape.learned.places, choice.ways, strict=True):
             path, block = place
-            plan.ways.setdefault(path, {})[block] = way
+            plan.treatments.setdefault(path, {})[block] = way.treatment
         plan.kept = costs.rest - used + sum(way.kept for way in choice.ways)
         most = StepCosts.seconds(costs.all_recomputed)
         plan.within.share = choice.seconds / most if most else 0.0
@@ -176,9 +173,7 @@ class Budgeted:
         if found is None:
             found = self._in_between(sizes)
             if found is not None:
-                self._remember(sizes, found)
-        else:
-            self._shapes.move_to_end(sizes)
+                self._shapes.put(sizes, found)
         return found
 
     def _in_between(self, sizes: Sizes) -> _Shape | None:
@@ -220,12 +215,7 @@ class Budgeted:
             peak = costs.peak(known.ways)
             if (peak <= limit) == known.fits:
                 return costs, replace(known, peak=peak)
-        if shape.failed:
-            ways = costs.all_recomputed
-            peak = costs.peak(ways)
-            choice = Choice(ways, peak <= limit, peak)
-        else:
-            choice = fastest(costs, limit)
+        choice = (all_recomputed if shape.failed else fastest)(costs, limit)
         shape.choice, shape.chosen_for = choice, (used + shape.correction, limit, fresh)
         if choice.peak > self.limit:
             self._say_over(choice.peak)
@@ -235,13 +225,7 @@ class Budgeted:
         """A forward of a new shape is over and was measured."""
         plan.kept = learned.costs.rest + sum(w.kept for w in learned.costs.all_recomputed)
         plan.within.note = learned.unmeasured
-        self._remember(sizes, _Shape(learned))
-
-    def _remember(self, sizes: Sizes, shape: _Shape) -> None:
-        self._shapes[sizes] = shape
-        self._shapes.move_to_end(sizes)
-        while len(self._shapes) > MOST_SHAPES:
-            self._shapes.popitem(last=False)
+        self._shapes.put(sizes, _Shape(learned))
 
     # From the end of a forward to that of its backward.
 

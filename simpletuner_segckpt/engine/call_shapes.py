@@ -9,12 +9,11 @@ the loop, one set is enough.) Should that be wrong, the checks of its segments s
 do.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .proof import Proof
+from .recent import Recent
 
 # Shapes of call that are remembered; the one that was not met for longest is forgotten.
 MOST_SHAPES = 64
@@ -65,7 +64,7 @@ class ProofTable:
 
     def __init__(self, described: bool = False):
         self._agreeing = AGREEING[described]
-        self._proofs: OrderedDict[CallShape, Proof] = OrderedDict()  # those met last at the end
+        self._proofs: Recent[CallShape, Proof] = Recent(MOST_SHAPES)
 
     def __len__(self) -> int:
         return len(self._proofs)
@@ -74,27 +73,19 @@ class ProofTable:
         """What was shown for this shape, or alike for others that differ from it in keys."""
         proof = self._proofs.get(shape)
         if proof is not None:
-            self._met(shape)
             return proof
-        alike = [(s, p) for s, p in list(self._proofs.items()) if s.given == shape.given]
+        alike = [(s, p) for s, p in self._proofs.items() if s.given == shape.given]
         if len(alike) < self._agreeing:
             return None
         latest, shown = alike[-1]
         for other, proof in alike:
             if not proof.links_as(shown):
-                self._met(other)  # that keys matter is not forgotten while new ones come
-                self._met(latest)
+                self._proofs.met(other)  # that keys matter is not forgotten while new ones come
+                self._proofs.met(latest)
                 return None
-        self._met(latest)
+        self._proofs.met(latest)
         return shown
 
     def put(self, shape: CallShape, proof: Proof) -> None:
         """Remember what was shown for this shape."""
-        self._proofs[shape] = proof
-        self._met(shape)
-        while len(self._proofs) > MOST_SHAPES:
-            self._proofs.popitem(last=False)
-
-    def _met(self, shape: CallShape) -> None:
-        with suppress(KeyError):  # forgotten meanwhile, by another thread
-            self._proofs.move_to_end(shape)
+        self._proofs.put(shape, proof)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from ..model.stacks import all_modules
 from ..private.of_torch import pytree
 
 # How far the numbers of elements of the arguments may lie off one line, as a share of its ends.
@@ -43,7 +44,8 @@ def sizes_of(module: Module, arguments: Mapping[str, Any]) -> Sizes:
             others.append((name, value))
     device = next((t.device.type for t in tensors.values()), "cpu")
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    trained = sum(parameter.requires_grad for parameter in module.parameters())
+    held = [owner._parameters.values() for owner in all_modules([module]) if owner._parameters]
+    trained = sum(p.requires_grad for own in held for p in own if p is not None)
     kinds = tuple((name, t.dtype, t.dim()) for name, t in tensors.items())
     fixed = (module.training, autocast, trained, tuple(others), kinds)
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())

@@ -4,7 +4,7 @@ Blocks that are built alike and called alike cost alike: one of each kind runs a
 (``costs.alone``), before the model's loop goes on. What lies between blocks is read off the graph.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from ..costs.between import Graph
 from ..costs.build import build_of
 from ..costs.cards import DEFAULT_CARD, card
 from ..costs.ledger import tensors_in
-from ..costs.records import Run
+from ..costs.records import NO_WORK, Run
 from ..costs.step import BlockCosts, StepCosts, Way
 from ..costs.step_time import time_for
 from ..costs.treatments import COVERED, PLAIN
@@ -28,6 +28,7 @@ from ..model.interception import original_call
 from ..private.of_torch import memory_of, pytree
 from ..recompute.undisturbed import undisturbed
 from ..schedules.conditions import is_cache
+from .recent import Recent
 from .runs import StackRun, recomputable
 
 # Kinds of call that are remembered; those that were not met for longest are forgotten.
@@ -65,19 +66,18 @@ class KnownKinds:
     """The runs of blocks that are built and called alike."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[Any, Runs] = OrderedDict()
+        self._runs: Recent[Any, Runs] = Recent(MOST_KINDS)
 
     def of(
         self, run: StackRun, block: Module, args: tuple, kwargs: dict[str, Any], exact: bool
     ) -> Runs:
         """Those of a block that is about to be called. Raises what the block raises."""
         key = (build_of(block), _call_of(args, kwargs))
-        if key not in self._runs:
-            self._runs[key] = _measured(run, block, args, kwargs, exact)
-            while len(self._runs) > MOST_KINDS:
-                self._runs.popitem(last=False)
-        self._runs.move_to_end(key)
-        return self._runs[key]
+        known = self._runs.get(key)
+        if known is None:
+            known = _measured(run, block, args, kwargs, exact)
+            self._runs.put(key, known)
+        return known
 
 
 class Learner:
@@ -226,7 +226,7 @@ def _seconds(run: Run | None) -> float:
     """On a card like any other: only how ways compare matters."""
     if run is None:
         return 0.0
-    return time_for(run.forward, run.backward, run.backward * 0, 0, card(DEFAULT_CARD)).total
+    return time_for(run.forward, run.backward, NO_WORK, 0, card(DEFAULT_CARD)).total
 
 
 def _bytes(weights: Iterable[Tensor]) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 from ..messages.units import readable
 from .conditions import Condition
 from .report import UNITS, StackReport, Strategy
+from .schedule import Schedule
 from .tally import Tally
 
 
@@ -95,7 +96,7 @@ class Within:
     learning: whether it was the first of these, in which everything is recomputed. predicted:
     bytes at the peak of the step. measured: the same, once its backward is over, if it was the
     highest so far. share: seconds that recompute takes, of those that recomputing everything takes.
-    plan: by stack, as ``Schedule.marked`` draws it. note: what could not be measured.
+    plan: the schedule of each stack. note: what could not be measured.
     """
 
     asked: str
@@ -105,15 +106,20 @@ class Within:
     learning: bool = False
     measured: int | None = None
     share: float = 1.0
-    plan: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, Schedule] = field(default_factory=dict)
     note: str = ""
 
     def lines(self) -> list[str]:
         return [
             f"within {self.asked}: {self.told}",
-            *(f"  {path}: {drawing}" for path, drawing in self.plan.items()),
+            *(f"  {line}" for line in self.drawn),
             *([f"  {self.note}"] if self.note else []),
         ]
+
+    @property
+    def drawn(self) -> list[str]:
+        """A line for each stack; see ``Schedule.marked``."""
+        return [f"{path}: {schedule.marked()}" for path, schedule in self.plan.items()]
 
     @property
     def told(self) -> str:

@@ -24,7 +24,7 @@ class ShapeHistory:
     def lines(self, sizes: str) -> list[str]:
         steps = f"{self.steps} step" + "s" * (self.steps != 1)
         learned = f", {self.learned} of them to learn" if self.learned else ""
-        plan = (f"    {path}: {drawing}" for path, drawing in self.last.plan.items())
+        plan = (f"    {line}" for line in self.last.drawn)
         return [f"  {sizes}: {steps}{learned}; {self.last.told}", *plan]
 
 

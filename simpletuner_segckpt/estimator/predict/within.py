@@ -14,7 +14,7 @@ from ...costs.choose import fastest
 from ...costs.records import NO_WORK, Run
 from ...costs.step import BlockCosts, StepCosts, Way
 from ...costs.step_time import Time, time_for
-from ...costs.treatments import COVERED, PLAIN
+from ...costs.treatments import COVERED, PLAIN, schedule_of
 from ...schedules.report import Report
 from ...schedules.schedule import Schedule
 from ..profile.records import Profile
@@ -115,12 +115,7 @@ def with_ways(report: Report, profile: Profile, ways: Sequence[Way]) -> Report:
     stacks = []
     for stack in report.stacks:
         treatments = [chosen.get((stack.path, block), PLAIN) for block in range(stack.blocks)]
-        covered = [b for b, treatment in enumerate(treatments) if treatment.startswith(COVERED)]
-        kept = tuple(tuple(treatment.split("+")[1:]) for treatment in treatments)
-        schedule = Schedule(
-            stack.blocks, tuple(range(b, b + 1) for b in covered), kept if any(kept) else ()
-        )
-        stacks.append(replace(stack, schedule=schedule))
+        stacks.append(replace(stack, schedule=schedule_of(treatments)))
     return replace(report, stacks=tuple(stacks))
 
 

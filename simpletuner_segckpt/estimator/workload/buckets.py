@@ -8,7 +8,7 @@ from typing import Any
 from ...config.settings import Settings, read_keys
 from ...config_schema import TrainingKeys
 from ...families.registry import FamilyRegistry
-from .parse import Overrides, ParsedWorkload, data_sets, parse_workload, side_of
+from .parse import Overrides, ParsedWorkload, data_sets, edge_of, parse_workload, side_of
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def _aspects(
         aspects = {1.0: 1.0}
     for aspect, weight in aspects.items():
         stretch = max(aspect, 1 / aspect) if kind == "pixel" else 1.0  # the shorter edge is given
-        width = _edge(side * (aspect * stretch) ** 0.5)
-        height = _edge(side * (stretch / aspect) ** 0.5)
+        width = edge_of(side * (aspect * stretch) ** 0.5)
+        height = edge_of(side * (stretch / aspect) ** 0.5)
         yield width, height, weight / sum(aspects.values())
 
 
@@ -112,7 +112,3 @@ def _number(entry: Mapping[str, Any], key: str, default: float) -> float:
     """What ``entry`` holds at ``key``, where that is a number from 0 on."""
     value = entry.get(key, default)
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e9 else default
-
-
-def _edge(pixels: float) -> int:
-    return max(64, round(pixels / 64) * 64)

@@ -267,7 +267,12 @@ def _size(entry: Mapping[str, Any]) -> tuple[int, int] | None:
 def side_of(resolution: float, kind: str) -> int:
     """The edge of a square sample in pixels. ``area`` counts in megapixels."""
     side = math.sqrt(resolution * 1024 * 1024) if kind == "area" else resolution
-    return max(64, round(side / 64) * 64)
+    return edge_of(side)
+
+
+def edge_of(pixels: float) -> int:
+    """An edge of a sample in pixels, which is a multiple of 64."""
+    return max(64, round(pixels / 64) * 64)
 
 
 def _adapter(
